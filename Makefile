@@ -1,0 +1,42 @@
+# One environment, made on first use; every target below needs only Python >= 3.10 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env train test test-timm test-timm-all lint format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+env: $(STAMP)  ## make the environment
+$(STAMP): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit("violin-timm needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=") if sys.version_info < (3, 10) else 0'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing violin-timm, PyTorch and timm into $(VENV) (once; about two minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $(STAMP)
+
+train: $(STAMP)  ## train a Violin on scikit-learn's digits (about 4 minutes on two cores)
+	$(BIN)/violin train --config configs/quick/digits.yaml $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-timm: $(STAMP)  ## run timm's own model tests on the small variants
+	$(BIN)/python scripts/test_timm.py --models small $(ARGS)
+
+test-timm-all: $(STAMP)  ## run timm's own model tests on every variant (slow)
+	$(BIN)/python scripts/test_timm.py --models all $(ARGS)
+
+lint: $(STAMP)  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## put the code in format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .cache build *.egg-info
