@@ -46,7 +46,7 @@ def components(
         random_seed: Seed of the first of them; the others count on from it.
 
     Raises:
-        ValueError: On an unknown geometry or curve, or on settings that the geometry does not use.
+        ValueError: On an unknown geometry or curve, a number out of range, or settings that the geometry does not use.
     """
     if geometry not in GEOMETRIES:
         raise ValueError(f'geometry: got {geometry!r}; choose from {", ".join(GEOMETRIES)}')
@@ -54,6 +54,8 @@ def components(
         if geometry == 'random':
             if num_random < 1:
                 raise ValueError(f'num_random: got {num_random!r}; at least one permutation is needed')
+            if not 0 <= random_seed <= 2 ** 32 - num_random:
+                raise ValueError(f'random_seed: got {random_seed!r}; NumPy allows seeds from 0 to {2 ** 32 - 1}')
             return tuple(f'random{random_seed + i}' for i in range(num_random))
         return GEOMETRIES[geometry]
     if geometry != 'curves':
