@@ -16,6 +16,8 @@ from .strategies import STRATEGIES
 
 __all__ = ['Decay', 'ViolinAttention']
 
+torch.fx.wrap('masked_attention')  # a leaf of fx graphs: it looks at dtypes, which a tracer cannot branch on
+
 
 @register_notrace_module
 class Decay(nn.Module):

@@ -21,6 +21,8 @@ from ..settings import MaskSettings
 
 __all__ = ['ViolinBlock', 'ViolinMixin', 'ViolinResPostBlock', 'ViolinVisionTransformer']
 
+torch.fx.wrap('grid_positions')  # a leaf of fx graphs; fx looks for the name in the module that calls it
+
 
 class ViolinBlock(Block):
     """timm's pre-norm block, which hands positions on to its attention."""
