@@ -145,7 +145,7 @@ def _match_head(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, torch.T
     if _new_head(model):
         return {k: v for k, v in state_dict.items() if not k.startswith('head.')}
     weight, own = state_dict.get('head.weight'), getattr(model.head, 'weight', None)
-    if weight is not None and own is not None and weight.shape != own.shape:
+    if weight is not None and own is not None and len(weight) != len(own):
         raise ValueError(
             f'num_classes: got {model.num_classes}, but the checkpoint has {len(weight)} classes; pass '
             f'num_classes={len(weight)}, or pretrained_cfg_overlay=dict(num_classes={len(weight)}) for a new head')
