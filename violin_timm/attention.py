@@ -97,6 +97,7 @@ class Decay(nn.Module):
         assert beta is not None, "a layer with mask='none' has no mask"
         assert num_prefix >= 0, 'positions: there are more patches than tokens'
         rates = decay_rates(beta)
+        assert positions.shape[0] == rates.shape[1], 'positions: of another number of curves than the layer has'
         if logits is not None:
             weights = logits.to(rates.dtype).softmax(-1)
         else:
