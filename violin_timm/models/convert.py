@@ -4,7 +4,8 @@
     violin convert deit_tiny.pth violin.pth --model violin_deit_tiny --model-kwargs img_size=384
 
 ``timm.create_model(..., checkpoint_path=FILE)`` applies no filter, so it needs our own layout. Read are timm's plain
-weights, ours, and the authors' (arXiv 2606.14757): bare or under ``model``, ``teacher``, ..., with any wrapper's prefix.
+weights, ours, and the authors' (arXiv 2606.14757), bare or under ``model``, ``teacher`` and the like, with any
+wrapper's prefix.
 """
 import argparse
 import os
@@ -87,7 +88,8 @@ def _write(path: Path, state_dict: Dict[str, torch.Tensor], name: str, kwargs: D
             if path.suffix == '.safetensors':
                 file.write(safetensors.torch.save(state_dict, metadata={'format': 'pt'}))
             else:
-                torch.save({'arch': name, 'args': {'model': name, 'model_kwargs': kwargs}, 'state_dict': state_dict}, file)
+                args = {'model': name, 'model_kwargs': kwargs}
+                torch.save({'arch': name, 'args': args, 'state_dict': state_dict}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -63,8 +63,8 @@ def saved_model(checkpoint: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, An
     kwargs = dict(recorded.get('model_kwargs') or {})
     size = recorded.get('input_size')
     for name, value in (
-            ('in_chans', recorded.get('in_chans') or size and size[0]),
-            ('img_size', recorded.get('img_size') or size and tuple(size[1:])),
+            ('in_chans', recorded.get('in_chans') or (size and size[0])),
+            ('img_size', recorded.get('img_size') or (size and tuple(size[1:]))),
             ('global_pool', recorded.get('gp'))):
         if value:
             kwargs.setdefault(name, value)
@@ -109,7 +109,7 @@ def build(name: str, **kwargs) -> torch.nn.Module:
         raise ValueError(f'model: got {name!r}; choose from {choices}')
     try:
         model = timm.create_model(name, **kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:  # timm asserts
         hint = '' if plain.startswith('violin') else f' (Violins are {choices})'
         raise ValueError(f'model: {name!r}: {error}{hint}') from error
     if not isinstance(model, ViolinMixin):
