@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models are tiny
+
 
 @pytest.fixture(scope='session')
 def golden():
