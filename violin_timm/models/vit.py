@@ -277,7 +277,7 @@ def pooling(class_token: Optional[bool], global_pool: Optional[str], default: bo
         ValueError: If the pooling reads a class token that was switched off.
     """
     if class_token is None:
-        class_token = default if global_pool is None else global_pool == 'token'
+        class_token = default if not global_pool else global_pool == 'token'  # '' pools nothing, so says nothing
     if global_pool is None:
         global_pool = 'token' if class_token else 'avg'
     if global_pool == 'token' and not class_token:
