@@ -118,11 +118,11 @@ class Decay(nn.Module):
             weights = logits.to(rates.dtype).softmax(-1)
         else:
             weights = torch.full_like(rates, 1. / rates.shape[1])
-        prefix = torch.ones_like(rates[:, 0])
+        prefix: Optional[torch.Tensor] = None
         if with_alpha and alpha is not None:
             prefix = alpha.to(rates.dtype)
             weights = weights * prefix[:, None]
-        return decay_mask(rates, weights, prefix, positions, num_prefix, pairs)
+        return decay_mask(rates, weights, positions, num_prefix, prefix, pairs)
 
 
 class ViolinAttention(Attention):

@@ -9,7 +9,6 @@ Distances are small integers, so a mask is a sum of rows of the table ``[C * N, 
 pair of patches; symmetry halves the pairs. The backward sums gradients by distance. Neither keeps masks or distances of
 single curves: what is stored is one ``[H, L, L]`` per layer, whatever the number of curves.
 """
-import math
 from typing import NamedTuple, Optional
 
 import torch
@@ -60,23 +59,27 @@ class _DecayMask(torch.autograd.Function):
     """The mask with a backward that recomputes: it saves rates, weights and what all layers share."""
 
     @staticmethod
-    def forward(ctx, rates, weights, prefix, rows, upper, expand, num_prefix):
-        ctx.save_for_backward(rates, weights, rows, upper)
-        ctx.num_prefix = num_prefix
-        num_heads, num_patches = len(rates), _side(expand)
+    def forward(ctx, rates, weights, prefix, positions, num_prefix, shared):
+        ctx.save_for_backward(rates, weights, positions)
+        ctx.num_prefix, ctx.shared = num_prefix, shared
+        rows, _, expand = shared or Pairs.of(positions)
+        num_heads, num_patches = len(rates), positions.shape[1]
         table = (weights[..., None] * _powers(rates, num_patches)).flatten(1).t().contiguous()
         patches = F.embedding_bag(rows, table, mode='sum').t()
         if not num_prefix:
             return patches.index_select(1, expand).view(num_heads, num_patches, num_patches)
         length = num_prefix + num_patches
-        mask = prefix[:, None, None].expand(-1, length, length).contiguous()
+        mask = rates.new_ones(num_heads, length, length)
+        if prefix is not None:
+            mask *= prefix[:, None, None]
         mask[:, num_prefix:, num_prefix:] = patches.index_select(1, expand).view(num_heads, num_patches, num_patches)
         return mask
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        rates, weights, rows, upper = ctx.saved_tensors
+        rates, weights, positions = ctx.saved_tensors
+        rows, upper, _ = ctx.shared or Pairs.of(positions)
         patches = grad[:, ctx.num_prefix:, ctx.num_prefix:]
         num_patches = patches.shape[-1]
         folded = (patches + patches.transpose(1, 2)).flatten(1).index_select(1, upper)
@@ -90,11 +93,7 @@ class _DecayMask(torch.autograd.Function):
         grad_rates = -weights * (by_distance * steps).sum(-1)
         # whatever is not between two patches
         grad_prefix = grad.sum((1, 2)) - patches.sum((1, 2)) if ctx.needs_input_grad[2] else None
-        return grad_rates, by_distance.sum(-1), grad_prefix, None, None, None, None
-
-
-def _side(expand: torch.Tensor) -> int:
-    return math.isqrt(expand.shape[0])
+        return grad_rates, by_distance.sum(-1), grad_prefix, None, None, None
 
 
 def _powers(rates: torch.Tensor, num_patches: int) -> torch.Tensor:
@@ -106,9 +105,9 @@ def _powers(rates: torch.Tensor, num_patches: int) -> torch.Tensor:
 def _plain_mask(
         rates: torch.Tensor,
         weights: torch.Tensor,
-        prefix: torch.Tensor,
         positions: torch.Tensor,
         num_prefix: int,
+        prefix: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """The same mask in differentiable operations, for tracers and compilers, which look into no custom backward."""
     num_patches = positions.shape[1]
@@ -118,6 +117,8 @@ def _plain_mask(
         patches = patches + weights[:, c, None, None] * torch.exp(-rates[:, c, None, None] * distance)
     if num_prefix == 0:
         return patches
+    if prefix is None:
+        prefix = torch.ones_like(rates[:, 0])
     top = prefix[:, None, None].expand(-1, num_prefix, num_prefix + num_patches)
     left = prefix[:, None, None].expand(-1, num_patches, num_prefix)
     return torch.cat([top, torch.cat([left, patches], dim=2)], dim=1)
@@ -126,9 +127,9 @@ def _plain_mask(
 def decay_mask(
         rates: torch.Tensor,
         weights: torch.Tensor,
-        prefix: torch.Tensor,
         positions: torch.Tensor,
         num_prefix: int = 0,
+        prefix: Optional[torch.Tensor] = None,
         pairs: Optional[Pairs] = None,
 ) -> torch.Tensor:
     """Mask of one attention layer.
@@ -136,29 +137,29 @@ def decay_mask(
     Args:
         rates: Decay rates ``-log(gamma)``, float32 or float64 ``[H, C]``.
         weights: Weight of every component, ``[H, C]``, of the same dtype; they sum to 1, or to alpha.
-        prefix: Value at prefix tokens, ``[H]``: 1, or alpha.
         positions: Integer coordinates ``[C, N, D]`` from `geometry.positions`.
-        num_prefix: Number P of prefix tokens, which come first.
+        num_prefix: Number P of prefix tokens, which come first; their rows and columns are `prefix`.
+        prefix: ``[H]``, alpha where the weights sum to it; 1 by default.
         pairs: `Pairs.of` the positions, where a caller has them already.
 
     Returns:
         ``[H, P + N, P + N]`` of the dtype of `rates`.
     """
     if torch.jit.is_scripting():
-        return _plain_mask(rates, weights, prefix, positions, num_prefix)
+        return _plain_mask(rates, weights, positions, num_prefix, prefix)
     else:
-        return _unscripted_mask(rates, weights, prefix, positions, num_prefix, pairs)
+        return _unscripted_mask(rates, weights, positions, num_prefix, prefix, pairs)
 
 
 @torch.jit.unused
 def _unscripted_mask(
         rates: torch.Tensor,
         weights: torch.Tensor,
-        prefix: torch.Tensor,
         positions: torch.Tensor,
         num_prefix: int,
+        prefix: Optional[torch.Tensor],
         pairs: Optional[Pairs],
 ) -> torch.Tensor:
     if torch.jit.is_tracing() or torch.compiler.is_compiling():
-        return _plain_mask(rates, weights, prefix, positions, num_prefix)
-    return _DecayMask.apply(rates, weights, prefix, *(pairs or Pairs.of(positions)), num_prefix)
+        return _plain_mask(rates, weights, positions, num_prefix, prefix)
+    return _DecayMask.apply(rates, weights, prefix, positions, num_prefix, pairs)

@@ -52,8 +52,8 @@ def mixed(change):
     """The right mask with a change that `WRONG` must tell."""
     right = attention.decay_mask
 
-    def mask(rates, weights, positions, num_prefix=0):
-        return change(right(rates, weights, positions, num_prefix), rates)
+    def mask(rates, weights, positions, *rest):
+        return change(right(rates, weights, positions, *rest), rates)
     return mask
 
 
