@@ -10,7 +10,7 @@ from timm.layers import Attention, maybe_add_mask, register_notrace_module, reso
 
 from .backends import masked_attention
 from .geometry import grid_positions
-from .masks import decay_mask, decay_rates
+from .masks import Pairs, decay_mask, decay_rates
 from .settings import MaskSettings
 from .strategies import STRATEGIES
 
@@ -91,9 +91,25 @@ class Decay(nn.Module):
             'curve_logits': lambda value, generator: value.zero_(),
         }
 
-    def forward(self, positions: torch.Tensor, num_prefix: int = 0) -> torch.Tensor:
-        """Mask ``[H, P + N, P + N]`` for positions ``[C, N, D]``, without alpha; float32 or better."""
-        beta, logits = self.beta, self.curve_logits
+    def forward(
+            self,
+            positions: torch.Tensor,
+            num_prefix: int = 0,
+            with_alpha: bool = False,
+            pairs: Optional[Pairs] = None,
+    ) -> torch.Tensor:
+        """The layer's mask.
+
+        Args:
+            positions: ``[C, N, D]``.
+            num_prefix: Number P of prefix tokens.
+            with_alpha: Multiply the mask, prefix included, by alpha.
+            pairs: `Pairs.of` the positions, where a caller has them already.
+
+        Returns:
+            ``[H, P + N, P + N]``, float32 or better.
+        """
+        beta, logits, alpha = self.beta, self.curve_logits, self.alpha
         assert beta is not None, "a layer with mask='none' has no mask"
         assert num_prefix >= 0, 'positions: there are more patches than tokens'
         rates = decay_rates(beta)
@@ -102,7 +118,11 @@ class Decay(nn.Module):
             weights = logits.to(rates.dtype).softmax(-1)
         else:
             weights = torch.full_like(rates, 1. / rates.shape[1])
-        return decay_mask(rates, weights.contiguous(), positions, num_prefix)
+        prefix: Optional[torch.Tensor] = None
+        if with_alpha and alpha is not None:
+            prefix = alpha.to(rates.dtype)
+            weights = weights * prefix[:, None]
+        return decay_mask(rates, weights, positions, num_prefix, prefix, pairs)
 
 
 class ViolinAttention(Attention):
@@ -144,6 +164,7 @@ class ViolinAttention(Attention):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             positions: Optional[torch.Tensor] = None,
+            mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -152,6 +173,8 @@ class ViolinAttention(Attention):
             attn_mask: As in timm: boolean (False cuts) or added to the masked logits.
             is_causal: As in timm.
             positions: ``[C, N, D]`` of the grid, from `grid`; the number of prefix tokens follows from it.
+            mask: This layer's finished mask for that grid, ``decay(positions, P, with_alpha=alpha_on_mask)``, where a
+                model has built it already.
 
         Returns:
             ``[B, P + N, dim_out]``.
@@ -163,7 +186,7 @@ class ViolinAttention(Attention):
         q, k = self.q_norm(q), self.k_norm(k)
         dropout_p = self.attn_drop.p if self.training else 0.
         if self.has_mask:
-            x = self._masked(q, k, v, positions, attn_mask, is_causal, dropout_p)
+            x = self._masked(q, k, v, positions, mask, attn_mask, is_causal, dropout_p)
         else:
             x = self._plain(q, k, v, attn_mask, is_causal, dropout_p)
         x = self.norm(x.transpose(1, 2).reshape(B, L, self.attn_dim))
@@ -177,6 +200,7 @@ class ViolinAttention(Attention):
             k: torch.Tensor,
             v: torch.Tensor,
             positions: Optional[torch.Tensor],
+            mask: Optional[torch.Tensor],
             attn_mask: Optional[torch.Tensor],
             is_causal: bool,
             dropout_p: float,
@@ -185,15 +209,13 @@ class ViolinAttention(Attention):
             raise ValueError('positions: got None; masked attention needs the positions of its grid, see grid()')
         decay = self.decay
         assert decay is not None
-        mask = decay(positions, q.shape[2] - positions.shape[1])
-        if decay.alpha is not None:
-            alpha = decay.alpha[:, None, None]
-            if self.alpha_on_mask:
-                mask = mask * alpha.to(mask.dtype)
-            else:
-                q = q * alpha.to(q.dtype)
+        if mask is None:
+            mask = decay(positions, q.shape[2] - positions.shape[1], self.alpha_on_mask)
+        if decay.alpha is not None and not self.alpha_on_mask:
+            q = q * decay.alpha[:, None, None].to(q.dtype)
         return masked_attention(
-            q, k, v, mask, self.scale, self.operation, self.after_softmax, attn_mask, is_causal, dropout_p)
+            q, k, v, mask, self.scale, self.operation, self.after_softmax, attn_mask, is_causal, dropout_p,
+            self.fused_attn)
 
     def _plain(
             self,

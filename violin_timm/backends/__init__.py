@@ -1,4 +1,58 @@
 """How masked attention is computed. All backends have one signature; `masked_attention` is the place that chooses."""
-from .eager import eager_attention as masked_attention
+from typing import Optional
+
+import torch
+
+from .eager import eager_attention
+from .sliced import OPERATIONS, sliced_attention
 
 __all__ = ['masked_attention']
+
+
+def masked_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        operation: str,
+        after_softmax: bool,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.,
+        fused: bool = True,
+) -> torch.Tensor:
+    """Attention whose scores meet a mask, by the backend that fits; the arguments are those of `eager_attention`.
+
+    Args:
+        fused: timm's switch (``TIMM_FUSED_ATTN``, ``set_fused_attn``); False computes in plain operations.
+    """
+    if torch.jit.is_scripting():
+        return eager_attention(
+            q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)
+    else:
+        return _choose(q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p, fused)
+
+
+@torch.jit.unused
+def _choose(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        operation: str,
+        after_softmax: bool,
+        attn_mask: Optional[torch.Tensor],
+        is_causal: bool,
+        dropout_p: float,
+        fused: bool,
+) -> torch.Tensor:
+    # compilers fuse plain operations themselves, and tracers see through nothing else
+    graph = torch.jit.is_tracing() or torch.compiler.is_compiling()
+    logits_only = not after_softmax and operation in OPERATIONS
+    if fused and not graph and logits_only and attn_mask is None and not is_causal and not dropout_p:
+        if q.device.type == 'cpu':
+            return sliced_attention(q, k, v, mask, scale, operation)
+    return eager_attention(
+        q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)

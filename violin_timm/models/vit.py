@@ -18,6 +18,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from ..attention import ViolinAttention
 from ..geometry import grid_positions
 from ..settings import MaskSettings
+from .bank import MaskBank
 
 __all__ = ['ViolinBlock', 'ViolinMixin', 'ViolinResPostBlock', 'ViolinVisionTransformer']
 
@@ -33,8 +34,10 @@ class ViolinBlock(Block):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             positions: Optional[torch.Tensor] = None,
+            mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, positions=positions)
+        attended = self.attn(
+            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -48,9 +51,10 @@ class ViolinResPostBlock(ResPostBlock):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             positions: Optional[torch.Tensor] = None,
+            mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(
-            self.attn(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions)))
+            self.attn(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
@@ -72,6 +76,7 @@ class ViolinMixin:
         """Give every block's attention fresh decay parameters, on the device and in the dtype of its weights."""
         if settings.mask != 'none':
             self.check_patch_drop()
+        self.mask_bank = MaskBank()
         self.curve_names = '' if settings.mask == 'none' else ','.join(settings.components)
         for layer, block in enumerate(self.blocks):
             weight = block.attn.qkv.weight
@@ -84,18 +89,33 @@ class ViolinMixin:
         grid_size = self.patch_embed.grid_size
         return grid_size[0], grid_size[1]
 
-    def _embed(self, x: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Image ``[B, C, H, W]`` -> tokens ``[B, P + N, dim]`` and positions ``[C, N, D]``, None without a mask."""
+    @torch.jit.unused
+    def _layer_masks(self, positions: torch.Tensor, height: int, width: int) -> List[torch.Tensor]:
+        """Finished masks of all blocks; none where a graph is recorded, whose layers build their own."""
+        graph = torch.jit.is_tracing() or torch.compiler.is_compiling() or isinstance(positions, torch.fx.Proxy)
+        if graph or torch.overrides.has_torch_function_unary(positions):
+            return []
+        return self.mask_bank.get(
+            [block.attn for block in self.blocks], positions, self.num_prefix_tokens,
+            (self.curve_names, height, width))
+
+    def _embed(self, x: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor], List[torch.Tensor]]:
+        """Image ``[B, C, H, W]`` -> tokens ``[B, P + N, dim]``, positions ``[C, N, D]`` (None without a mask), and the
+        masks ``[H, P + N, P + N]`` of all blocks where they are at hand.
+        """
         x = self.patch_embed(x)
         positions: Optional[torch.Tensor] = None
+        masks: List[torch.Tensor] = []
         if self.curve_names:
             height, width = self._grid(x)
             positions = grid_positions(self.curve_names, height, width, x)
+            if not torch.jit.is_scripting():
+                masks = self._layer_masks(positions, height, width)
         if self.pos_embed_resample == 'dino' and self.dynamic_img_size and self.pos_embed is not None:
             x = self._pos_embed_dino(x)
         else:
             x = self._pos_embed(x)
-        return self.norm_pre(self.patch_drop(x)), positions
+        return self.norm_pre(self.patch_drop(x)), positions, masks
 
     @torch.jit.unused
     def _pos_embed_dino(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,8 +131,8 @@ class ViolinMixin:
     @torch.jit.unused
     def _checkpointed(
             self, block: nn.Module, x: torch.Tensor, attn_mask: Optional[torch.Tensor], is_causal: bool,
-            positions: Optional[torch.Tensor]) -> torch.Tensor:
-        return checkpoint(block, x, attn_mask, is_causal, positions)
+            positions: Optional[torch.Tensor], mask: Optional[torch.Tensor]) -> torch.Tensor:
+        return checkpoint(block, x, attn_mask, is_causal, positions, mask)
 
     def forward_features(
             self,
@@ -121,12 +141,13 @@ class ViolinMixin:
             is_causal: bool = False,
     ) -> torch.Tensor:
         """Tokens after the last block and the final norm, ``[B, P + N, dim]``; arguments as in timm."""
-        x, positions = self._embed(x)
-        for block in self.blocks:
+        x, positions, masks = self._embed(x)
+        for i, block in enumerate(self.blocks):
+            mask = masks[i] if len(masks) > 0 else None
             if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = self._checkpointed(block, x, attn_mask, is_causal, positions)
+                x = self._checkpointed(block, x, attn_mask, is_causal, positions, mask)
             else:
-                x = block(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions)
+                x = block(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)
         return self.norm(x)
 
     def forward_intermediates(
@@ -146,17 +167,18 @@ class ViolinMixin:
         assert output_fmt in ('NCHW', 'NLC'), 'Output format must be one of NCHW or NLC.'
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         B, _, height, width = x.shape
-        x, positions = self._embed(x)
+        x, positions, masks = self._embed(x)
         if torch.jit.is_scripting() or not stop_early:  # TorchScript cannot slice blocks
             blocks = self.blocks
         else:
             blocks = self.blocks[:max_index + 1]
         taken = []
         for i, block in enumerate(blocks):
+            mask = masks[i] if len(masks) > 0 else None
             if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = self._checkpointed(block, x, attn_mask, is_causal, positions)
+                x = self._checkpointed(block, x, attn_mask, is_causal, positions, mask)
             else:
-                x = block(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions)
+                x = block(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)
             if i in take_indices:
                 taken.append(self.norm(x) if norm else x)
 
