@@ -227,8 +227,11 @@ class ViolinAttention(Attention):
             dropout_p: float,
     ) -> torch.Tensor:
         """timm's own two paths, after alpha."""
-        if self.decay is not None and self.decay.alpha is not None:
-            q = q * self.decay.alpha[:, None, None].to(q.dtype)
+        decay = self.decay
+        if decay is not None:  # one test at a time: TorchScript drops the branch of a None, but not of an `and`
+            alpha = decay.alpha
+            if alpha is not None:
+                q = q * alpha[:, None, None].to(q.dtype)
         if self.fused_attn:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)

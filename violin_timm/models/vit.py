@@ -22,7 +22,8 @@ from .bank import MaskBank
 
 __all__ = ['ViolinBlock', 'ViolinMixin', 'ViolinResPostBlock', 'ViolinVisionTransformer']
 
-torch.fx.wrap('grid_positions')  # a leaf of fx graphs; fx looks for the name in the module that calls it
+torch.fx.wrap('grid_positions')  # leaves of fx graphs; fx looks for the names in the module that calls them
+torch.fx.wrap('resample_pos_embed_dino')
 
 
 class ViolinBlock(Block):
@@ -123,7 +124,7 @@ class ViolinMixin:
         num_prefix = 0 if self.no_embed_class else self.num_prefix_tokens
         position = resample_pos_embed_dino(self.pos_embed, self._grid(x), self.patch_embed.grid_size, num_prefix)
         x = x.flatten(1, 2)
-        tokens = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        tokens = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         if self.no_embed_class:
             return self.pos_drop(torch.cat([*tokens, x + position], dim=1))
         return self.pos_drop(torch.cat([*tokens, x], dim=1) + position)
