@@ -113,9 +113,11 @@ def _match_class_token(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, 
     if has_token and not model.has_class_token:
         state_dict = {k: v for k, v in state_dict.items() if k != 'cls_token'}
         position = state_dict.get('pos_embed')
-        # an odd one out is the class token's; DeiT-III has none
-        if position is not None and not model.no_embed_class and not _is_grid(position.shape[1]):
-            state_dict['pos_embed'] = position[:, 1:]
+        # one more than the model's own, or an odd one out, is the class token's; DeiT-III has none
+        if position is not None and not model.no_embed_class:
+            own = model.patch_embed.num_patches + model.num_prefix_tokens
+            if position.shape[1] == own + 1 or not _is_grid(position.shape[1]):
+                state_dict['pos_embed'] = position[:, 1:]
         _logger.info('Dropped the class token of the checkpoint: the model pools its patches.')
     return state_dict
 
