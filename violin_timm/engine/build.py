@@ -22,6 +22,23 @@ from torch import nn
 
 from .config import ConfigError, nearest
 from .distributed import World
+from .logging import log
+
+
+def check(args: Namespace) -> None:
+    """Refuse combinations that would otherwise end a run late, or be ignored.
+
+    Raises:
+        ConfigError: One of them.
+    """
+    if args.best_by == 'ema' and (not args.model_ema or args.model_ema_force_cpu):
+        raise ConfigError("best_by: got 'ema'; that needs model_ema, and not model_ema_force_cpu")
+    if not args.val_split and args.eval_metric != 'loss':
+        log.warning('val_split is empty: the best checkpoint is that of the least training loss')
+    if args.wandb_resume_id and not args.resume:
+        raise ConfigError('wandb_resume_id: needs resume')
+    if args.bce_loss is False and (args.bce_sum or args.bce_target_thresh is not None or args.bce_pos_weight):
+        raise ConfigError('bce_sum, bce_target_thresh and bce_pos_weight need bce_loss')
 
 
 def import_modules(args: Namespace) -> None:

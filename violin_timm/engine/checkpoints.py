@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import random
 import shutil
 from argparse import Namespace
@@ -215,7 +214,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm's holds its args as one
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as err:
+    except OSError:
+        raise
+    except Exception as err:  # whatever the bytes of another kind of file happen to mean
         raise ConfigError(f'resume: {path} is no checkpoint that loads with weights_only=True: {err}') from err
     if not isinstance(checkpoint, dict) or 'state_dict' not in checkpoint:
         raise ConfigError(f'resume: {path} holds no state_dict')

@@ -42,10 +42,12 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise ConfigError(f'{twice}: given twice, the second time on line {node.end_mark.line}')
+        seen = []
+        for node_of_key, _ in node.value:
+            key = self.construct_object(node_of_key, deep=True)
+            if key in seen:
+                raise ConfigError(f'{key}: given twice, the second time on line {node_of_key.start_mark.line + 1}')
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -92,7 +94,8 @@ def coerce(flag: Flag, value: Any, where: str = '') -> Any:
         return _pairs(flag, value, where)
     if not flag.many:
         return _one(flag, value, where)
-    if not isinstance(value, (list, tuple)) or (flag.length or len(value)) != len(value):
+    least, most = (flag.length, flag.length) if flag.length else (0 if flag.default == [] else 1, math.inf)
+    if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
         _misfit(flag, value, where)
     return [_one(flag, item, where) for item in value]
 

@@ -45,6 +45,8 @@ def create_optimizer(args: Namespace, model: nn.Module, lr: float) -> torch.opti
         return create_optimizer_v2(model, **{**optimizer_kwargs(args), 'lr': lr, **args.opt_kwargs})
     except TypeError as err:
         raise ConfigError(f'opt_kwargs: {args.opt} does not take {args.opt_kwargs}: {err}') from err
+    except ValueError as err:
+        raise ConfigError(f'opt: {args.opt}: {err}') from err
 
 
 class Schedule:

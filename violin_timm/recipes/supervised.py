@@ -28,7 +28,7 @@ from torch import nn
 from ..data.datasets import Batches, create_dataset, evaluation_batches, training_batches
 from ..engine import build, distributed
 from ..engine.checkpoints import BEST, LAST, Saver, find_resume, load_checkpoint, open_folder, resume, trim, write_text
-from ..engine.config import ConfigError, as_yaml
+from ..engine.config import as_yaml
 from ..engine.distributed import World
 from ..engine.evaluation import evaluate, shown
 from ..engine.logging import Progress, Tracker, create_tracker, log
@@ -54,14 +54,13 @@ class Run:
     test: Batches | None
     stepper: Stepper
     schedule: Schedule
-    image_side: int  # in pixels
+    image_side: int  # pixels
     folder: Path | None = None  # of the primary process alone, as the saver is
     saver: Saver | None = None
     epoch: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def evaluate(self, model: nn.Module, batches: Batches) -> dict[str, float]:
-        """See `engine.evaluation.evaluate`."""
         return evaluate(model, batches, self.task, self.stepper, self.world)
 
 
@@ -79,7 +78,8 @@ def run(args: Namespace) -> dict[str, Any]:
         ConfigError: A setting that cannot be; nothing was written.
         TrainingError: The loss is no number any more.
     """
-    _check(args)
+    build.check(args)
+    find_resume(args)
     build.import_modules(args)
     world = distributed.start(args.device)
     try:
@@ -91,19 +91,6 @@ def run(args: Namespace) -> dict[str, Any]:
         return finish(parts)
     finally:
         distributed.stop(world)
-
-
-def _check(args: Namespace) -> None:
-    """Refuse combinations that would otherwise end a run late, or be ignored."""
-    if args.best_by == 'ema' and (not args.model_ema or args.model_ema_force_cpu):
-        raise ConfigError("best_by: got 'ema'; that needs model_ema, and not model_ema_force_cpu")
-    if not args.val_split and args.eval_metric != 'loss':
-        log.warning('val_split is empty: the best checkpoint is that of the least training loss')
-    if args.wandb_resume_id and not args.resume:
-        raise ConfigError('wandb_resume_id: needs resume')
-    if args.bce_loss is False and (args.bce_sum or args.bce_target_thresh is not None or args.bce_pos_weight):
-        raise ConfigError('bce_sum, bce_target_thresh and bce_pos_weight need bce_loss')
-    find_resume(args)
 
 
 def prepare(args: Namespace, world: World) -> Run:
@@ -122,14 +109,11 @@ def prepare(args: Namespace, world: World) -> Run:
         for split in (args.val_split, args.test_split)
     )
 
-    lr = learning_rate(args, world)
-    optimizer = create_optimizer(args, model, lr)
+    optimizer = create_optimizer(args, model, lr := learning_rate(args, world))
     task = build.build_task(args, world, model, mixed=train.mixup is not None)
     updates = math.ceil(len(train) / args.grad_accum_steps)
     if world.primary:
-        images = 'x'.join(map(str, config['input_size']))
-        log.info('%s: %d parameters, images %s, lr %.3e, %d updates per epoch', args.model, _size(model), images, lr,
-                 updates)  # fmt: skip
+        log.info('%s: %d parameters, lr %.3e, %d updates per epoch', args.model, _size(model), lr, updates)
     return Run(
         args=args,
         world=world,
@@ -276,7 +260,7 @@ def finish(parts: Run) -> dict[str, Any]:
             from ..data.digits import baselines
 
             result['baselines'] = baselines(args.split_seed)
-            log.info('test, on raw pixels  %s', shown(result['baselines']))
+            log.info('raw pixels  %s', shown(result['baselines']))
         write_text(folder / 'result.json', json.dumps(result, indent=2) + '\n')
         if args.figure:
             from ..viz import training_figure
