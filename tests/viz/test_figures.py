@@ -183,10 +183,8 @@ def test_command_rebuilds_the_model_of_a_checkpoint(kind, tmp_path, monkeypatch)
     path = tmp_path / 'last.pth.tar'
     torch.save({'arch': 'violin_pixel_nano', 'args': args, 'state_dict': net.state_dict()}, path)
     if kind == 'convert':
-        pairs = [f'{key}={value}' for key, value in TINY.items()]
         target = tmp_path / 'native.pth'
-        assert convert.main([str(path), str(target), '--model', 'violin_pixel_nano', '--model-kwargs', *pairs,
-                             'curves=hilbert,peano']) == 0
+        assert convert.main([str(path), str(target), '--model', 'violin_pixel_nano']) == 0
         path = target
     seen = []
     monkeypatch.setattr('violin_timm.viz.figure.training_figure', lambda *args: seen.append(args) or args[1])

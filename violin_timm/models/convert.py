@@ -5,7 +5,7 @@
 
 ``timm.create_model(..., checkpoint_path=FILE)`` applies no filter, so it needs our own layout. Read are timm's plain
 weights, ours, and the authors' (arXiv 2606.14757), bare or under ``model``, ``teacher`` and the like, with any
-wrapper's prefix.
+wrapper's prefix. Of a training checkpoint of the same model, the recorded arguments of the model are taken over.
 """
 import argparse
 import os
@@ -38,9 +38,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         _check_paths(args)
         checkpoint = files.read_checkpoint(args.input)
+        recorded, kwargs = files.saved_model(checkpoint)
+        kwargs = {**(kwargs if recorded == args.model else {}), **dict(args.model_kwargs)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
-            model, kwargs = files.build_and_load(checkpoint, args.model, **dict(args.model_kwargs))
+            model, kwargs = files.build_and_load(checkpoint, args.model, **kwargs)
         _write(args.output, model.state_dict(), args.model, kwargs)
     except ValueError as error:
         print(f'violin convert: {error}', file=sys.stderr)
