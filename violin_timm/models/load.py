@@ -190,5 +190,7 @@ def _fill_masks(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, torch.T
         if block.attn.decay.settings.mask_init is None:
             block.attn.decay.set_mask_init('finetune')
     fresh = model.state_dict()
-    _logger.info(f'Initialised {len(missing)} mask parameters, which the checkpoint lacks.')
+    # a plain checkpoint has no masks at all; one that has some was trained with other settings, which is worth a word
+    level = logging.WARNING if any(_DECAY in k for k in state_dict) else logging.INFO
+    _logger.log(level, f'Initialised {len(missing)} mask parameters that the checkpoint lacks: {_listed(missing)}')
     return dict(state_dict, **{k: fresh[k].clone() for k in missing})
