@@ -150,7 +150,7 @@ class ViolinAttention(Attention):
         self.has_mask = settings.mask != 'none'
         self.decay = None
         if self.has_mask or settings.alpha != 'none':
-            self.decay = Decay(self.num_heads, settings, layer, device=device, dtype=dtype)
+            self.decay = Decay(self.num_heads, settings, layer, device=device, dtype=dtype).train(self.training)
 
     @torch.jit.ignore
     def grid(self, height: int, width: int) -> torch.Tensor:

@@ -81,12 +81,12 @@ def _check(model: nn.Module) -> None:
 
 
 def _reason(model: nn.Module) -> str:
-    if hasattr(model, '_orig_mod') or hasattr(model, 'module'):
+    if any(hasattr(model, name) for name in ('_orig_mod', 'module', 'model')):
         return 'add masks to the bare model, before it is compiled, wrapped or distributed.'
-    if hasattr(model, 'rope') or hasattr(model, 'rel_pos_bias') or hasattr(model, 'shared_rel_pos'):
-        return 'its attention has a positional term of its own (rotary or relative), which its forward adds.'
     if 'NaFlex' in type(model).__name__:
         return 'its batches mix grids of different shapes.'
+    if hasattr(model, 'rope') or hasattr(model, 'rel_pos_bias') or hasattr(model, 'shared_rel_pos'):
+        return 'its attention has a positional term of its own (rotary or relative), which its forward adds.'
     if hasattr(model, 'blocks'):
         return 'its forward is not that of the Vision Transformer.'
     return 'it has no global attention over one grid of patches.'
