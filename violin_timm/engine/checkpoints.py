@@ -85,7 +85,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
 class Saver(CheckpointSaver):
     """timm's saver with atomic writes, plain contents, and the schedule and generators besides."""
 
-    def __init__(self, args: Namespace, folder: Path, task: TrainingTask, stepper: Stepper, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        folder: Path,
+        task: TrainingTask,
+        stepper: Stepper,
+        schedule: Schedule,
+        decreasing: bool | None = None,
+    ) -> None:
         """
         Args:
             args: Settings of the run; `eval_metric` and `checkpoint_hist` decide what is kept.
@@ -93,7 +101,10 @@ class Saver(CheckpointSaver):
             task: Holds the model and its moving average.
             stepper: Holds the optimizer and the loss scaler.
             schedule: Learning rate schedule.
+            decreasing: Whether a lower metric is better (default: as `eval_metric` has it).
         """
+        if decreasing is None:
+            decreasing = not args.val_split or args.eval_metric == 'loss'
         super().__init__(
             task.get_trainable_module(),
             stepper.optimizer,
@@ -103,7 +114,7 @@ class Saver(CheckpointSaver):
             checkpoint_dir=str(folder),
             recovery_dir=str(folder),
             max_history=args.checkpoint_hist,
-            decreasing=not args.val_split or args.eval_metric == 'loss',
+            decreasing=decreasing,
         )
         self.schedule = schedule
         self.seconds = 0.0  # training time so far, over all processes that the run was resumed in
@@ -243,9 +254,10 @@ def restore(
     """
     weights = clean_state_dict(checkpoint['state_dict'])
     try:
-        task.load_checkpoint_state(weights)
+        task.load_checkpoint_state(weights, checkpoint.get('task_state'))
         if task.has_ema():
-            task.load_checkpoint_state(clean_state_dict(checkpoint.get('state_dict_ema') or weights), ema=True)
+            average = clean_state_dict(checkpoint.get('state_dict_ema') or weights)
+            task.load_checkpoint_state(average, checkpoint.get('task_state_ema'), ema=True)
         if optimizer and 'optimizer' in checkpoint:
             stepper.optimizer.load_state_dict(checkpoint['optimizer'])
     except (RuntimeError, ValueError) as err:

@@ -1,6 +1,6 @@
 """From a command line and a YAML file to the settings of a run, refusing whatever is not one.
 
-    command line  >  YAML file (--config)  >  defaults of `flags.FLAGS`
+    command line  >  YAML file (--config)  >  defaults of the command's table
 
 Both sources pass through `coerce`, so a value means the same wherever it is written: YAML 1.1 reads `lr: 1e-3` as text,
 and it becomes the number that `--lr 1e-3` is. Nothing here imports torch or timm, so `--help` and typos answer at once.
@@ -20,7 +20,7 @@ from typing import Any, Iterable, Mapping, NoReturn
 
 import yaml
 
-from .flags import FLAGS, GROUPS, REFUSED, Flag
+from .flags import TRAIN, Flag, Table
 
 PACKAGE = Path(__file__).resolve().parent.parent
 WORDS = {'true': True, 'yes': True, 'on': True, '1': True, 'false': False, 'no': False, 'off': False, '0': False}
@@ -60,23 +60,24 @@ def nearest(name: str, names: Iterable[str], among: str = '') -> str:
     return f'; choose from {", ".join(names)}' if len(names) <= 20 else among
 
 
-def refuse(name: str, where: str, spelled: str | None = None) -> NoReturn:
+def refuse(name: str, where: str, spelled: str | None = None, table: Table = TRAIN) -> NoReturn:
     """Raise `ConfigError` for a name that is no flag of ours.
 
     Args:
         name: Normalised name, with underscores.
         where: The file it came from, or '' for the command line.
         spelled: How it was written there.
+        table: Flags of the command.
     """
     spelled = spelled or name
     inside = f' in {where}' if where else ''
-    if name in REFUSED:
+    if name in table.refused:
         hint = ' (use --data-dir)' if name == 'data' else ''
-        raise ConfigError(f'{spelled}{inside} is a timm flag that violin train does not support{hint}')
+        raise ConfigError(f'{spelled}{inside} is a timm flag that {table.command} does not support{hint}')
     kind = 'key' if where else 'flag'
-    hint = nearest(name, FLAGS)
+    hint = nearest(name, table.flags)
     if not where:
-        hint = re.sub(r'mean (\w+)', lambda found: 'mean ' + FLAGS[found[1]].option, hint)
+        hint = re.sub(r'mean (\w+)', lambda found: 'mean ' + table.flags[found[1]].option, hint)
     raise ConfigError(f'unknown {kind} {spelled!r}{inside}{hint}')
 
 
@@ -168,7 +169,7 @@ def find_config(name: str) -> Path:
     raise ConfigError(f'config: no file {name!r}{nearest(name, set(shipped))}')
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, table: Table = TRAIN) -> dict[str, Any]:
     """The settings a YAML file names, coerced. `batch-size` and `batch_size` are one key.
 
     Raises:
@@ -185,11 +186,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in (content or {}).items():
         name = str(key).replace('-', '_')
-        if name not in FLAGS:
-            refuse(name, str(path), str(key))
+        if name not in table.flags:
+            refuse(name, str(path), str(key), table)
         if name in values:
             raise ConfigError(f'{name}: given twice in {path}')
-        values[name] = coerce(FLAGS[name], value, str(path))
+        values[name] = coerce(table.flags[name], value, str(path))
     return values
 
 
@@ -200,20 +201,20 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(prog: str = 'violin train') -> argparse.ArgumentParser:
-    """The parser of `violin train`. It returns the flags that were given, as text, and no defaults.
+def build_parser(table: Table = TRAIN) -> argparse.ArgumentParser:
+    """The parser of a command. It returns the flags that were given, as text, and no defaults.
 
     Every boolean takes an optional value, so that `--amp off` overrides a YAML file that says `amp: true`.
     """
     parser = _Parser(
-        prog=prog,
+        prog=table.command,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         usage='%(prog)s [--config FILE] [--flag value ...]',
-        description="Train an image classifier. Flags and YAML keys are those of timm's train.py.",
+        description=table.description,
     )
     parser.add_argument('-c', '--config', metavar='FILE', help='YAML file of flag names; the command line beats it')
-    for title, flags in GROUPS.items():
+    for title, flags in table.groups.items():
         group = parser.add_argument_group(title)
         for flag in flags:
             names = [flag.option] + ([flag.alias] if flag.alias else [])
@@ -232,45 +233,45 @@ def build_parser(prog: str = 'violin train') -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None, table: Table = TRAIN) -> argparse.Namespace:
     """Settings of a run from a command line (default: the program's).
 
     Returns:
-        One attribute per row of `FLAGS`.
+        One attribute per row of the table, in its order.
 
     Raises:
         ConfigError: Anything unknown, unsupported, mistyped or out of its choices.
     """
-    given, rest = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    given, rest = build_parser(table).parse_known_args(sys.argv[1:] if argv is None else argv)
     if rest:
         spelled = rest[0].split('=')[0]
         if not spelled.startswith('-'):
             raise ConfigError(f'unexpected argument {spelled!r}; the data set goes to --data-dir')
-        refuse(spelled.lstrip('-').replace('-', '_'), '', spelled)
+        refuse(spelled.lstrip('-').replace('-', '_'), '', spelled, table)
     named = vars(given)
     config = named.pop('config', None)
-    values = read_yaml(find_config(config)) if config else {}
-    values.update({name: coerce(FLAGS[name], value) for name, value in named.items()})
-    return settings(**values)
+    values = read_yaml(find_config(config), table) if config else {}
+    values.update({name: coerce(table.flags[name], value) for name, value in named.items()})
+    return settings(table, **values)
 
 
-def settings(**values: Any) -> argparse.Namespace:
+def settings(table: Table = TRAIN, /, **values: Any) -> argparse.Namespace:
     """The settings of a run from Python: the defaults, and `values` over them, checked as those of a file are.
 
     Raises:
         ConfigError: As `parse`.
     """
     for name in values:
-        if name not in FLAGS:
-            refuse(name, '')
-    result = {name: copy.deepcopy(flag.default) for name, flag in FLAGS.items()}
-    result.update({name: coerce(FLAGS[name], value) for name, value in values.items()})
+        if name not in table.flags:
+            refuse(name, '', table=table)
+    result = {name: copy.deepcopy(flag.default) for name, flag in table.flags.items()}
+    result.update({name: coerce(table.flags[name], value) for name, value in values.items()})
     return argparse.Namespace(**result)
 
 
 def as_dict(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings as a plain dict in the order of the table: what `args.yaml` and checkpoints hold."""
-    return {name: getattr(args, name) for name in FLAGS}
+    """The settings as a plain dict in the order of their table: what `args.yaml` and checkpoints hold."""
+    return dict(vars(args))
 
 
 def as_yaml(args: argparse.Namespace) -> str:

@@ -2,12 +2,14 @@
 
 A flag is added with one row of `FLAGS`; the command line, the YAML reader, `--help` and `args.yaml` all follow from it.
 A name of timm's that no code here honours belongs in `REFUSED`, so that it stops a run instead of being ignored.
+Other commands have a `Table` of their own, and take the rows they share from here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Mapping
 
 SCHEDULERS = ('cosine', 'tanh', 'step', 'multistep', 'poly', 'wsd', 'rsqrt', 'constant', 'plateau', 'none')
 RESIZE_MODES = ('', 'nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos')
@@ -247,3 +249,42 @@ REFUSED = frozenset(
     kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type
     """.split()  # noqa: SIM905, two hundred quotes and commas are harder to read
 )
+
+
+@dataclass(frozen=True)
+class Table:
+    """All flags of one command.
+
+    Attributes:
+        command: The command as it is typed.
+        description: One line for `--help`.
+        groups: Rows by the heading they have in `--help`.
+        refused: Names of timm's flags that the command knows and does not honour.
+    """
+
+    command: str
+    description: str
+    groups: Mapping[str, tuple[Flag, ...]]
+    refused: frozenset = frozenset()
+
+    @cached_property
+    def flags(self) -> dict[str, Flag]:
+        """Rows by name."""
+        return {flag.name: flag for group in self.groups.values() for flag in group}
+
+
+TRAIN = Table(
+    'violin train', "Train an image classifier. Flags and YAML keys are those of timm's train.py.", GROUPS, REFUSED
+)
+
+
+def shared(*names: str, **defaults: Any) -> tuple[Flag, ...]:
+    """Rows of `violin train` for another command's table.
+
+    Args:
+        names: Which, with the defaults they have there.
+        defaults: Which, with another default.
+    """
+    return tuple(FLAGS[name] for name in names) + tuple(
+        replace(FLAGS[name], default=default) for name, default in defaults.items()
+    )
