@@ -1,9 +1,18 @@
-"""How masked attention is computed. All backends have one signature; `masked_attention` is the place that chooses."""
+"""How masked attention is computed. All backends have one signature; `masked_attention` is the place that chooses.
+
+A mask on the logits, under timm's switch and with neither `attn_mask` nor dropout:
+
+- CPU: `sliced`; inference inside torch.compile `flex`, training inside torch.compile `eager`, which compiles.
+- CUDA: `flex` from `flex.CUDA_MIN_TOKENS` tokens, and for any number inside torch.compile, if Triton is there.
+
+Everything else, and whatever is traced or exported, is `eager`.
+"""
 from typing import Optional
 
 import torch
 
 from .eager import eager_attention
+from .flex import fits_flex, flex_attention
 from .sliced import OPERATIONS, sliced_attention
 
 __all__ = ['masked_attention']
@@ -48,11 +57,14 @@ def _choose(
         dropout_p: float,
         fused: bool,
 ) -> torch.Tensor:
-    # compilers fuse plain operations themselves, and tracers see through nothing else
-    graph = torch.jit.is_tracing() or torch.compiler.is_compiling()
+    # exporters and tracers see through plain operations alone
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    graph = torch.jit.is_tracing() or torch.compiler.is_exporting()
     logits_only = not after_softmax and operation in OPERATIONS
     if fused and not graph and logits_only and attn_mask is None and not is_causal and not dropout_p:
-        if q.device.type == 'cpu':
+        if fits_flex(q, k, v, mask, compiling):
+            return flex_attention(q, k, v, mask, scale, operation)
+        if q.device.type == 'cpu' and not compiling:
             return sliced_attention(q, k, v, mask, scale, operation)
     return eager_attention(
         q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)
