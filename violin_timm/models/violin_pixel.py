@@ -28,5 +28,9 @@ def violin_pixel_tiny(pretrained: bool = False, **kwargs) -> ViolinVisionTransfo
 
 @register_model
 def violin_pixel_nano(pretrained: bool = False, **kwargs) -> ViolinVisionTransformer:
-    """The quick start's model: 64 wide, 4 layers, 4 heads, on the 64 pixels of a digit."""
-    return _create('violin_pixel_nano', pretrained, kwargs, embed_dim=64, depth=4, num_heads=4)
+    """The quick start's model: 64 wide, 4 layers, 4 heads, on the 64 pixels of a digit.
+
+    Its weights start by timm's ``weight_init='jax'`` (Xavier): DeiT's deviation of 0.02 is too small at this width.
+    """
+    return _create(
+        'violin_pixel_nano', pretrained, kwargs, embed_dim=64, depth=4, num_heads=4, weight_init='jax')
