@@ -39,14 +39,16 @@ def native(case, kind):
     return {k.removeprefix('b.attn.'): v for k, v in prefixed.items()}
 
 
+@pytest.mark.parametrize('fused', [False, True])
 @pytest.mark.parametrize('name', CASES)
-def test_equals_the_authors(name, authors, close):
+def test_equals_the_authors(name, fused, authors, close):
     case = authors[name]
     strategy, class_token, mask, scale = name.split('|')
     attention = ViolinAttention(48, 3, qkv_bias=True, settings=MaskSettings(
         strategy=strategy, mask=mask, alpha='learned' if scale == 'scale=1' else 'none'))
     attention.load_state_dict(native(case, 'param/'))
-    x = case['x'].requires_grad_()
+    attention.fused_attn = fused
+    x = case['x'].clone().requires_grad_()
     assert x.shape[1] == 16 + (class_token == 'cls=1')
     y = attention(x, positions=attention.grid(4, 4))
     close(y, case['y'], what='y')
@@ -328,7 +330,7 @@ class LargeMaps(TorchDispatchMode):
 @pytest.mark.parametrize('how', ['model', 'autocast'])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_mask_meets_scores_in_float32(strategy, dtype, how):
+def test_mask_meets_scores_in_float32(strategy, dtype, how, fused):
     model_dtype = dtype if how == 'model' else torch.float32
     attention = layer(strategy=strategy, dtype=model_dtype)
     x = tokens(17, dtype=model_dtype)
@@ -343,7 +345,7 @@ def test_mask_meets_scores_in_float32(strategy, dtype, how):
         assert parameter.grad.isfinite().all() and (parameter.grad != 0).any()
 
 
-def test_learns_from_where_finetuning_starts():
+def test_learns_from_where_finetuning_starts(fused):
     """In float32 the authors' formula has no gradient for most of these betas."""
     attention = layer(mask_init='finetune', dtype=torch.float32, dim=48)
     assert (torch.sigmoid(attention.decay.beta) == 1).any()
@@ -354,6 +356,7 @@ def test_learns_from_where_finetuning_starts():
 
 def test_saves_no_map_of_every_curve_for_backward():
     attention, length = layer(dtype=torch.float32), 1 + 49
+    attention.fused_attn = False
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         attention(tokens(length, batch=1, dtype=torch.float32), positions=attention.grid(7, 7))

@@ -29,10 +29,12 @@ def tokens(num_prefix=1, batch=2):
     return torch.randn(batch, num_prefix + 6, DIM, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize('fused', [False, True])
 @pytest.mark.parametrize('alpha_on', ALPHA_ON)
 @pytest.mark.parametrize('strategy', FORMULAS)
-def test_equals_its_formula(strategy, alpha_on):
+def test_equals_its_formula(strategy, alpha_on, fused):
     attention, x = layer(strategy, alpha_on=alpha_on), tokens()
+    attention.fused_attn = fused
     positions = attention.grid(*GRID)
     q, k, v = attention.qkv(x).reshape(2, 7, 3, HEADS, 6).permute(2, 0, 3, 1, 4)
     scores, mask = q @ k.mT / 6 ** 0.5, attention.decay(positions, 1)
@@ -55,10 +57,12 @@ def test_alpha_on_mask_or_scores_is_the_same_in_the_first_strategy_only():
         assert torch.allclose(*outputs, rtol=1e-9, atol=1e-12) == (strategy == 'mul_v1'), strategy
 
 
+@pytest.mark.parametrize('fused', [False, True])
 @pytest.mark.parametrize('alpha_on', ALPHA_ON)
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_every_parameter_gets_a_gradient(strategy, alpha_on):
+def test_every_parameter_gets_a_gradient(strategy, alpha_on, fused):
     attention = layer(strategy, alpha_on=alpha_on)
+    attention.fused_attn = fused
     x = tokens().requires_grad_()
     y = attention(x, positions=attention.grid(*GRID))
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()

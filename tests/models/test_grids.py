@@ -123,7 +123,7 @@ def test_checkpointing_across_crops(variant):
 def test_checkpointing_really_recomputes():
     model = create()
     calls = []
-    model.blocks[0].attn.decay.register_forward_hook(lambda *_: calls.append(1))
+    model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
     model.set_grad_checkpointing()
     model(image((32, 32))).sum().backward()
     assert len(calls) == 2
@@ -243,6 +243,96 @@ def test_inference_mode_then_training():
     y, gradients = results(model.train(), image(size))
     torch.testing.assert_close(y[0], seen.clone())
     assert all((g != 0).any() for n, g in gradients.items() if '.decay.' in n)
+
+
+def shift(model):
+    return [block.attn.decay.beta for block in model.blocks]
+
+
+CHANGES = {
+    'in place': lambda m: [b.sub_(1.) for b in shift(m)],
+    'through .data': lambda m: [b.data.sub_(1.) for b in shift(m)],
+    'through an array': lambda m: [b.detach().numpy().__isub__(1) for b in shift(m)],
+    'one layer': lambda m: m.blocks[1].attn.decay.beta.sub_(1.),
+    'alpha': lambda m: m.blocks[0].attn.decay.alpha.mul_(2.),
+    'new parameter': lambda m: [setattr(b.attn.decay, 'beta', torch.nn.Parameter(b.attn.decay.beta - 1))
+                                for b in m.blocks],
+    'load_state_dict': lambda m: m.load_state_dict(
+        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}),
+    'assigned': lambda m: m.load_state_dict(
+        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}, assign=True),
+    'reset': lambda m: [b.attn.decay.set_mask_init('pretrain') for b in m.blocks],
+}
+
+
+@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize('change', CHANGES)
+def test_masks_at_inference_follow_their_parameters(change, mode):
+    """However these are changed, and whatever was computed before."""
+    model = create(dynamic_img_size=True, beta_range=None, mask_init='none').eval()
+    with mode():
+        before = {size: model(image(size)) for size in SIZES[:3]}
+        assert all(torch.equal(model(image(size)), y) for size, y in before.items())
+    with torch.no_grad():
+        CHANGES[change](model)
+    twin = create(dynamic_img_size=True).eval()
+    twin.load_state_dict(model.state_dict())
+    for size, y in before.items():
+        expected = twin(image(size))  # with gradients: nothing is kept
+        with mode():
+            actual = model(image(size))
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(actual.clone(), expected.detach(), rtol=1e-5, atol=1e-5 * scale)
+        assert not torch.allclose(actual, y, rtol=1e-3)
+
+
+def test_training_steps_between_validations():
+    """Every validation sees the masks of the last step."""
+    model = create(dynamic_img_size=True, beta_range=None, mask_init='none')
+    optimiser = torch.optim.SGD([p for n, p in model.named_parameters() if '.decay.' in n], lr=10.)
+    seen = []
+    for size in (SIZES[0], SIZES[1]) * 2:
+        with torch.inference_mode():
+            seen.append(model(image(SIZES[1])).clone())
+        model(image(size)).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    twin = create(dynamic_img_size=True)
+    twin.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        last = model(image(SIZES[1]))
+        torch.testing.assert_close(last.clone(), twin(image(SIZES[1])).clone(), rtol=1e-5, atol=1e-4)
+    assert all(not torch.equal(one, other) for one, other in zip(seen, [*seen[1:], last], strict=True))
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_masks_at_inference_follow_the_dtype(dtype):
+    model = create().eval()
+    x = image((32, 32))
+    with torch.inference_mode():
+        model(x)
+        model.to(dtype)
+        y = model(x.to(dtype))
+    twin = create().to(dtype).eval()
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.clone(), twin(x.to(dtype)).detach(), rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+def test_frozen_masks_train_the_backbone():
+    """Masks made at inference serve a training forward whose masks need no gradient."""
+    model = create(dynamic_img_size=True)
+    expected = results(model, image((16, 40)))
+    for block in model.blocks:
+        block.attn.decay.requires_grad_(False)
+    with torch.inference_mode():
+        model(image((16, 40)))
+    y = model(image((16, 40)))
+    model.zero_grad()
+    y.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if name in expected[1] and '.decay.' not in name:
+            scale = expected[1][name].abs().max().item()
+            torch.testing.assert_close(parameter.grad, expected[1][name], rtol=0, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
