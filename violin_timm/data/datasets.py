@@ -15,9 +15,10 @@ from ..engine.config import ConfigError
 from ..engine.distributed import World
 from ..engine.logging import log
 from .digits import Digits
+from .fashion import Fashion
 
 # Sets of our own by name: a function of (split, split_seed, PIL mode). Everything else is timm's.
-EMBEDDED: dict[str, Callable[..., Any]] = {'digits': Digits}
+EMBEDDED: dict[str, Callable[..., Any]] = {'digits': Digits, 'fashion': Fashion}
 
 
 def create_dataset(args: Namespace, split: str, channels: int, training: bool = False) -> Any:

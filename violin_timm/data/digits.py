@@ -52,6 +52,8 @@ def arrays(split: str, split_seed: int = SPLIT_SEED) -> tuple[np.ndarray, np.nda
 class Digits:
     """A split of the digits as timm's loaders take it: `transform` is set from outside."""
 
+    arrays = staticmethod(arrays)  # where a split's images and labels come from
+
     def __init__(
         self,
         split: str = 'train',
@@ -72,7 +74,7 @@ class Digits:
             ValueError: There is no such split.
             ImportError: scikit-learn is missing.
         """
-        self.images, self.labels = arrays(split, split_seed)
+        self.images, self.labels = self.arrays(split, split_seed)
         self.input_img_mode = input_img_mode
         self.transform = transform
         self.target_transform = target_transform

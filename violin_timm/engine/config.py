@@ -269,6 +269,16 @@ def settings(table: Table = TRAIN, /, **values: Any) -> argparse.Namespace:
     return argparse.Namespace(**result)
 
 
+def completed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """Settings of another command with the rest of `violin train`'s flags at their defaults, for code that reads those.
+
+    Args:
+        args: Settings of the command; unchanged.
+        values: What is to be otherwise.
+    """
+    return argparse.Namespace(**{**vars(settings()), **vars(args), **values})
+
+
 def as_dict(args: argparse.Namespace) -> dict[str, Any]:
     """The settings as a plain dict in the order of their table: what `args.yaml` and checkpoints hold."""
     return dict(vars(args))
