@@ -244,7 +244,7 @@ def _point(parameters: dict[str, Any], varying: list[str], fixed: list[str], tab
     arguments = (*fixed, *itertools.chain.from_iterable(_argument(*item) for item in parameters.items()))
     chosen = {name: parameters[name] for name in varying}
     seed = str(chosen.pop(table.seed_parameter, ''))
-    choice = ' '.join(f'{name}={chosen.pop(name)}' for name in table.select)
+    choice = ', '.join(str(chosen.pop(name)) for name in table.select)
     return Point(
         folder_name({name: parameters[name] for name in varying}),
         parameters,
@@ -266,7 +266,7 @@ def _argument(name: str, value: Any) -> list[str]:
 
 def folder_name(parameters: Mapping[str, Any]) -> str:
     """`lr=0.001__model-kwargs=mask=none+alpha=none__seed=0`; a hash makes up for what a name cannot hold."""
-    text = '__'.join(f'{name}={value}' for name, value in parameters.items()) or 'run'
+    text = '__'.join(f'{name}={value}' for name, value in sorted(parameters.items())) or 'run'
     name = re.sub(r'[^\w.,=+-]', '_', text.replace(' ', '+'), flags=re.ASCII)
     if name.replace('+', ' ') == text and len(name) <= LONGEST:
         return name

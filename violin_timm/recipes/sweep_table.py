@@ -165,7 +165,7 @@ def _grid(table: Sequence[Row], sweep: Sweep, compare: bool) -> str:
 
 def _cells(row: Row, sweep: Sweep, compare: bool) -> list[str]:
     mark = ' *' if row.chosen and sweep.table.select and not compare else ''
-    choice = [', '.join(part.split('=', 1)[1] for part in row.choice.split(' ')) + mark] if sweep.table.select else []
+    choice = [row.choice + mark] if sweep.table.select else []
     cells = [row.arm, *choice, str(row.count), str(row.failed), str(row.missing)]
     for key in sweep.table.report:
         summary = row.summaries.get(key)
