@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-timm test-timm-all lint format clean
+.PHONY: help env train test test-timm test-timm-all bench gpu-check lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,12 @@ test-timm: $(STAMP)  ## run timm's own model tests on the small variants
 
 test-timm-all: $(STAMP)  ## run timm's own model tests on every variant (slow)
 	$(BIN)/python scripts/test_timm.py --models all $(ARGS)
+
+bench: $(STAMP)  ## time and memory beside timm's plain models (about 10 minutes on two quiet cores)
+	$(BIN)/violin benchmark --suite issue --threads 2 $(ARGS)
+
+gpu-check:  ## CUDA tests, a minute of training and the benchmark on one GPU (under 8 minutes)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

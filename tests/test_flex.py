@@ -1,4 +1,5 @@
 """flex_attention: where it is chosen, and that compiled inference on CPU agrees with the oracle."""
+
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from violin_timm.backends import eager_attention, flex
 from violin_timm.backends.sliced import OPERATIONS
 
 compiles = pytest.mark.skipif(
-    not flex.HAS_CPU_KERNEL or shutil.which('g++') is None, reason='compiling for CPU takes x86 with AVX2, and g++')
+    not flex.HAS_CPU_KERNEL or shutil.which('g++') is None, reason='compiling for CPU takes x86 with AVX2, and g++'
+)
 
 
 def inputs(length=20, dim=16, dtype=torch.float32, mask_dtype=torch.float32):
@@ -28,6 +30,7 @@ def attend(q, k, v, mask, operation='mul', **options):
 def test_compiled_inference_equals_the_oracle(operation, close, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError('eager attention was compiled')
+
     tensors = inputs()
     expected = eager_attention(*tensors, 0.25, operation, False)
     monkeypatch.setattr(backends, 'eager_attention', refuse)
@@ -54,8 +57,9 @@ def test_never_on_cpu_outside_of_a_compiler(monkeypatch):
     assert attend(*inputs()).shape == (2, 3, 20, 16)
 
 
-@pytest.mark.parametrize('options', [{'fused': False}, {'is_causal': True}, {'dropout_p': 0.5},
-                                     {'attn_mask': torch.zeros(20, 20)}])
+@pytest.mark.parametrize(
+    'options', [{'fused': False}, {'is_causal': True}, {'dropout_p': 0.5}, {'attn_mask': torch.zeros(20, 20)}]
+)
 def test_not_where_it_cannot(options, monkeypatch):
     monkeypatch.setattr(backends, 'flex_attention', None)
     monkeypatch.setattr(backends, 'fits_flex', lambda *args: True)
@@ -70,18 +74,21 @@ class Pretended:
         self.dtype, self.requires_grad = dtype, requires_grad
 
 
-@pytest.mark.parametrize('given, compiling, expected', [
-    ({}, False, True),
-    ({'length': flex.CUDA_MIN_TOKENS - 1}, False, False),
-    ({'length': 196}, True, True),
-    ({'requires_grad': True}, False, True),
-    ({'dtype': torch.float64}, True, False),
-    ({'dim': 8}, True, False),
-    ({'device': 'cpu'}, False, False),
-    ({'device': 'cpu'}, True, True),
-    ({'device': 'cpu', 'requires_grad': True}, True, False),
-    ({'device': 'mps'}, True, False),
-])
+@pytest.mark.parametrize(
+    'given, compiling, expected',
+    [
+        ({}, False, True),
+        ({'length': flex.CUDA_MIN_TOKENS - 1}, False, False),
+        ({'length': 196}, True, True),
+        ({'requires_grad': True}, False, True),
+        ({'dtype': torch.float64}, True, False),
+        ({'dim': 8}, True, False),
+        ({'device': 'cpu'}, False, False),
+        ({'device': 'cpu'}, True, True),
+        ({'device': 'cpu', 'requires_grad': True}, True, False),
+        ({'device': 'mps'}, True, False),
+    ],
+)
 def test_choice(given, compiling, expected, monkeypatch):
     monkeypatch.setattr(flex, 'HAS_TRITON', True)
     monkeypatch.setattr(flex, 'HAS_CPU_KERNEL', True)
@@ -99,8 +106,10 @@ def test_choice_without_triton_or_with_deterministic_training(monkeypatch):
 
 def test_import_is_cheap():
     """Neither torch's compiler nor flex_attention is loaded with the package."""
-    code = ('import torch, timm, sys; before = set(sys.modules); import violin_timm; '
-            'print([m for m in set(sys.modules) - before if m.startswith(("torch._inductor", "torch._dynamo", "triton", '
-            '"torch.nn.attention.flex"))])')
+    code = (
+        'import torch, timm, sys; before = set(sys.modules); import violin_timm; '
+        'print([m for m in set(sys.modules) - before if m.startswith(("torch._inductor", "torch._dynamo", '
+        '"triton", "torch.nn.attention.flex"))])'
+    )
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.stdout.strip() == '[]', done.stderr

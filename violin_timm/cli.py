@@ -16,6 +16,7 @@ COMMANDS = {
     'train': ('violin_timm.cli', 'train', 'train an image classifier'),
     'sweep': ('violin_timm.recipes.sweep', 'command', 'train every point of a wandb sweep file, and compare them'),
     'visualize': ('violin_timm.viz.command', 'main', "draw a model's curves, masks, half-lives and alpha"),
+    'benchmark': ('violin_timm.evals.benchmark', 'main', "time and memory beside timm's plain models"),
     'check': ('violin_timm.evals.check', 'main', 'compare an attention layer with the formula on this machine'),
     'convert': ('violin_timm.models.convert', 'main', "turn a checkpoint, timm's or the authors', into one of ours"),
 }

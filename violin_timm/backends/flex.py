@@ -1,12 +1,13 @@
 """Masked attention by torch's `flex_attention`: one kernel that never stores the scores.
 
-Its kernels exist in compiled code only: on CUDA for inference and training, on CPU (x86 with AVX2) for inference, where
-its backward raises. Gradients of a captured mask came with torch 2.6, which is the oldest torch this package takes; they
-are summed over images by atomic additions, so in no fixed order.
+Its kernels exist in compiled code only: on CUDA for inference and training, on CPU (x86 with AVX2) for inference,
+where its backward raises. Gradients of a captured mask came with torch 2.6, the oldest torch that this package takes;
+they are summed over images by atomic additions, so in no fixed order.
 
 Tested here, on CPU with torch 2.14: compiled inference against `eager_attention`, and the choice. What runs on CUDA is
 tested by ``make gpu-check`` (`tests/gpu`), and was not run where this was written.
 """
+
 import functools
 import importlib.util
 import sys
@@ -26,12 +27,12 @@ HAS_CPU_KERNEL = sys.platform == 'linux' and torch.backends.cpu.get_cpu_capabili
 
 
 def flex_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    operation: str,
 ) -> torch.Tensor:
     """Attention with a mask on its logits; the arguments are those of `eager.eager_attention`.
 
@@ -41,6 +42,7 @@ def flex_attention(
         ``[B, H, L, D]``.
     """
     from torch.nn.attention.flex_attention import flex_attention as attend  # loads half of torch's compiler
+
     score_mod = _SCORE_MODS[operation](mask)
     if not torch.compiler.is_compiling():
         attend = _compiled()
@@ -51,27 +53,31 @@ def flex_attention(
 def _multiplied(mask: torch.Tensor) -> Callable:
     def score_mod(score, b, h, i, j):
         return score * mask[h, i, j]
+
     return score_mod
 
 
 def _multiplied_one_plus(mask: torch.Tensor) -> Callable:
     def score_mod(score, b, h, i, j):
-        return score * (mask[h, i, j] + 1.)
+        return score * (mask[h, i, j] + 1.0)
+
     return score_mod
 
 
 def _added(mask: torch.Tensor) -> Callable:
     def score_mod(score, b, h, i, j):
         return score + mask[h, i, j]
+
     return score_mod
 
 
 _SCORE_MODS = {'mul': _multiplied, 'mul_one_plus': _multiplied_one_plus, 'add': _added}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention as attend
+
     return torch.compile(attend)
 
 
@@ -85,8 +91,7 @@ def fits_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     """
     if q.dtype not in DTYPES or q.shape[3] < MIN_HEAD_DIM or not q.dtype == k.dtype == v.dtype:
         return False
-    trains = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or mask.requires_grad)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or mask.requires_grad)
     if q.device.type == 'cuda':
         repeatable = not (trains and torch.are_deterministic_algorithms_enabled())
         return HAS_TRITON and repeatable and (compiling or q.shape[2] >= CUDA_MIN_TOKENS)
