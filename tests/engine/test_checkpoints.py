@@ -90,6 +90,20 @@ def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch, broken):
     assert files(tmp_path) == before  # nothing half-written under any name, either
 
 
+def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
+    path, real, seen = tmp_path / 'file', os.replace, []
+
+    def watch(source, target):
+        seen.append(path.read_text())
+        real(source, target)
+        seen.append(path.read_text())
+
+    checkpoints.write_text(path, 'old')
+    monkeypatch.setattr(os, 'replace', watch)
+    checkpoints.write_text(path, 'new')
+    assert seen == ['old', 'new'] and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize('links', [True, False])
 def test_a_file_is_there_at_every_moment(tmp_path, monkeypatch, links):
     """Nothing is unlinked before its successor has its name."""
@@ -157,6 +171,14 @@ def test_generators_come_back():
     assert draw() != first
     checkpoints.set_rng_state(state)
     assert draw() == first
+
+
+def test_restore_brings_the_generators_back(tmp_path):
+    saver, task, stepper, schedule = make(tmp_path)
+    save(saver, 0, 1.0)
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    checkpoints.restore(checkpoints.load_checkpoint(tmp_path / LAST), task, stepper, schedule)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
 
 
 def test_epoch_seeds_depend_on_all_of_seed_epoch_and_rank():

@@ -9,9 +9,11 @@ import torch
 import yaml
 from timm import create_model
 
+from violin_timm.data import datasets
 from violin_timm.engine import optim
 from violin_timm.engine.checkpoints import BEST, LAST, Saver
 from violin_timm.engine.config import ConfigError, parse, settings
+from violin_timm.engine.distributed import World, seed_epoch
 from violin_timm.recipes import supervised
 
 TINY = {'patch_size': 4, 'embed_dim': 16, 'depth': 1, 'num_heads': 2}
@@ -79,12 +81,48 @@ def test_one_epoch_reduces_the_loss(make):
     assert after < before - 0.01
 
 
-def test_test_split_is_measured_on_the_best_checkpoint(make):
-    result = supervised.run(make(epochs=3, lr=3e-2, test_split='test'))
-    best = make(eval_only=True, resume=str(result['folder'] / BEST), test_split='test')
-    again = supervised.run(best)
-    assert again['test'] == result['test']
-    assert again['validation']['top1'] == result['best_metric']
+def test_test_split_is_measured_on_the_best_checkpoint(make, monkeypatch):
+    real = Saver.save_checkpoint
+    monkeypatch.setattr(Saver, 'save_checkpoint', lambda self, epoch, metric: real(self, epoch, -float(epoch)))
+    result = supervised.run(make(test_split='test'))
+    folder = result['folder']
+    assert result['best_epoch'] == 0 and load(folder, BEST)['epoch'] == 0
+    best, last = (
+        supervised.run(make(eval_only=True, resume=str(folder / name), test_split='test')) for name in (BEST, LAST)
+    )
+    assert best['test'] == result['test'] != last['test']
+    assert last['validation'] == result['validation']
+
+
+def test_each_epoch_is_seeded(make, monkeypatch):
+    real, seen = supervised.distributed.seed_epoch, []
+    monkeypatch.setattr(supervised.distributed, 'seed_epoch', lambda *key: seen.append(key) or real(*key))
+    supervised.run(make(seed=5))
+    assert seen == [(5, 0, 0), (5, 1, 0)]
+
+
+@pytest.mark.parametrize('clip', [None, 0.05])
+def test_an_epoch_equals_the_loop_written_out(make, clip):
+    """Plain PyTorch on the same batches: forward, backward, clip, step, in that order."""
+    args = make(epochs=1, opt='momentum', lr=0.1, weight_decay=0.0, clip_grad=clip)
+    folder = supervised.run(args)['folder']
+
+    model = create_model(args.model, **vars_of(args))
+    model.load_state_dict(create_state(args))
+    data = datasets.create_dataset(args, 'train', 1, training=True)
+    world = World(torch.device('cpu'))
+    batches = datasets.training_batches(args, data, supervised.build.data_config(args, model), 10, world)
+    seed_epoch(args.seed, 0, 0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model.train()
+    for images, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), targets, label_smoothing=0.1).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    for key, value in load(folder)['state_dict'].items():
+        assert torch.allclose(value, model.state_dict()[key], atol=1e-5), key
 
 
 def test_args_yaml_reruns_the_run(make):
