@@ -17,6 +17,9 @@ from .sliced import OPERATIONS, sliced_attention
 
 __all__ = ['masked_attention']
 
+# torch 2.6 cannot tell an export from torch.compile: every graph counts as one
+_is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
+
 
 def masked_attention(
         q: torch.Tensor,
@@ -58,8 +61,9 @@ def _choose(
         fused: bool,
 ) -> torch.Tensor:
     # exporters and tracers see through plain operations alone
-    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    graph = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    exporting = _is_exporting()
+    compiling = torch.compiler.is_compiling() and not exporting
+    graph = torch.jit.is_tracing() or exporting
     logits_only = not after_softmax and operation in OPERATIONS
     if fused and not graph and logits_only and attn_mask is None and not is_causal and not dropout_p:
         if fits_flex(q, k, v, mask, compiling):
