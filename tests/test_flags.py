@@ -72,6 +72,11 @@ def test_command_line_values():
     assert parse(['--torchcompile', 'eager']).torchcompile == 'eager'
 
 
+def test_model_kwargs_come_as_one_text_too():
+    args = parse(['--model-kwargs', "mask=none alpha=none  curves=('snake', 'peano')"])
+    assert args.model_kwargs == {'mask': 'none', 'alpha': 'none', 'curves': ('snake', 'peano')}
+
+
 def test_model_kwargs_of_the_command_line_replace_those_of_yaml(write):
     file = write('model_kwargs: {a: 1, b: 2}')
     assert parse([*file, '--model-kwargs', 'a=3']).model_kwargs == {'a': 3}

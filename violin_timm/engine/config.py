@@ -132,7 +132,9 @@ def _pairs(flag: Flag, value: Any, where: str) -> dict:
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and '=' in v for v in value if v):
         _misfit(flag, value, where)
     result = {}
-    for key, text in (item.split('=', 1) for item in value if item):
+    # an agent of wandb hands all pairs over as one text
+    pairs = [pair for item in value if item for pair in re.split(r'\s+(?=\w+=)', item.strip())]
+    for key, text in (pair.split('=', 1) for pair in pairs):
         try:
             result[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
