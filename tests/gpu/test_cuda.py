@@ -118,13 +118,14 @@ def test_autocast(dtype, tolerance, img_size, close):
     model.zero_grad()
     with torch.autocast('cuda', dtype):
         y = model(x.cuda())
-    y.float().square().sum().backward()
+    scale = 2.0**12  # as a GradScaler would: float16 gradients vanish otherwise
+    (scale * y.float().square().sum()).backward()
     assert y.dtype == dtype
     close(y.cpu(), expected[0], tolerance)
     for name in ('blocks.0.attn.decay.beta', 'blocks.1.attn.decay.alpha', 'blocks.0.attn.qkv.weight'):
         grad = model.get_parameter(name).grad
         assert grad.dtype == torch.float32 and grad.isfinite().all() and grad.abs().max() > 0
-        close(grad.cpu(), expected[1][name], 0.2, name)
+        close(grad.cpu() / scale, expected[1][name], 0.1, name)
 
 
 @pytest.mark.parametrize('img_size', [48, 384])
