@@ -1,4 +1,5 @@
 """What pyproject.toml cannot say: `configs/` lies beside the package and ships inside it."""
+
 from setuptools import find_packages, setup
 
 setup(

@@ -13,6 +13,7 @@ have a `forward_intermediates`). What of its tests is left out, and why, is `DES
 
 The exit status is pytest's: 0 if all passed; and 4 if a variant that was asked for has no test, or not all it should.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -105,7 +106,7 @@ class Selection:
         for variant, tests in self.tests.items():
             missing = [test for test in REQUIRED if test not in tests]
             if missing:
-                raise pytest.UsageError(f'{variant}: timm\'s suite has no {", ".join(missing)} for it')
+                raise pytest.UsageError(f"{variant}: timm's suite has no {', '.join(missing)} for it")
 
     def _keeps(self, item) -> bool:
         name = getattr(item, 'callspec', None) and item.callspec.params.get('model_name')
@@ -146,6 +147,7 @@ def variant_sizes() -> dict[str, int]:
     """Number of parameters of every registered variant, the smallest first."""
     import timm
     import torch
+
     sizes = {}
     for name in timm.list_models(f'{FAMILY}*'):
         with torch.device('meta'):
@@ -157,8 +159,19 @@ def download(version: str, folder: Path) -> Path:
     """The source distribution of a timm version, fetched by pip unless the folder has it."""
     archive = folder / f'timm-{version}.tar.gz'
     if not archive.exists():
-        command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', 'timm',
-                   '--dest', str(folder), f'timm=={version}']
+        command = [
+            sys.executable,
+            '-m',
+            'pip',
+            'download',
+            '--quiet',
+            '--no-deps',
+            '--no-binary',
+            'timm',
+            '--dest',
+            str(folder),
+            f'timm=={version}',
+        ]
         print(' '.join(command), flush=True)
         subprocess.run(command, check=True)
     return archive
@@ -173,6 +186,7 @@ def prepare(modules: list[str]) -> Path:
         Folder with ``pyproject.toml`` (timm's pytest settings) and ``tests/test_models.py``.
     """
     import timm
+
     folder = ROOT / '.cache' / f'timm-{timm.__version__}'
     (folder / 'tests').mkdir(parents=True, exist_ok=True)
     with tarfile.open(download(timm.__version__, folder)) as archive:
@@ -186,10 +200,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and what comes after ``--``."""
     cut = argv.index('--') if '--' in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--models', nargs='+', default=['small'], metavar='NAME',
-                        help=f'small (default: up to {SMALL / 1e6:.0f} M parameters), all, or names')
+    parser.add_argument(
+        '--models',
+        nargs='+',
+        default=['small'],
+        metavar='NAME',
+        help=f'small (default: up to {SMALL / 1e6:.0f} M parameters), all, or names',
+    )
     parser.add_argument('--list', action='store_true', help='print what would run, and what is left out')
-    return parser.parse_args(argv[:cut]), argv[cut + 1:]
+    return parser.parse_args(argv[:cut]), argv[cut + 1 :]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     import timm
 
     import violin_timm  # noqa: F401
+
     sizes = variant_sizes()
     try:
         variants = select(args.models, sizes)
@@ -207,8 +227,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, subprocess.CalledProcessError) as error:
         print(f'test_timm: {error}', file=sys.stderr)
         return 2
-    options = ['-c', str(folder / 'pyproject.toml'), '--import-mode=importlib', '-k', FAMILY,
-               '-p', 'no:cacheprovider', '-W', 'ignore::pytest.PytestWarning']
+    options = [
+        '-c',
+        str(folder / 'pyproject.toml'),
+        '--import-mode=importlib',
+        '-k',
+        FAMILY,
+        '-p',
+        'no:cacheprovider',
+        '-W',
+        'ignore::pytest.PytestWarning',
+    ]
     if args.list:
         options += ['--collect-only', '-q']
     return int(pytest.main([*options, *extra, str(folder / 'tests' / 'test_models.py')], plugins=[Selection(variants)]))

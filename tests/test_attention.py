@@ -1,4 +1,5 @@
 """`ViolinAttention` against the authors' recorded numbers, a per-pair reference, timm's own layer, and the paper."""
+
 import itertools
 import json
 import math
@@ -16,8 +17,11 @@ from violin_timm.settings import MaskSettings
 from violin_timm.strategies import ALPHA_ON, STRATEGIES
 
 AUTHORS_STRATEGIES = ('mul_v1', 'mul_v2', 'add_v1', 'mul_after_sm', 'add_after_sm')
-CASES = [f'{strategy}|{case}' for strategy in AUTHORS_STRATEGIES for case in (
-    'cls=0|learned|scale=1', 'cls=1|learned|scale=1', 'cls=0|fixed|scale=1', 'cls=1|learned|scale=0')]
+CASES = [
+    f'{strategy}|{case}'
+    for strategy in AUTHORS_STRATEGIES
+    for case in ('cls=0|learned|scale=1', 'cls=1|learned|scale=1', 'cls=0|fixed|scale=1', 'cls=1|learned|scale=0')
+]
 
 
 @pytest.fixture(scope='module')
@@ -44,8 +48,12 @@ def native(case, kind):
 def test_equals_the_authors(name, fused, authors, close):
     case = authors[name]
     strategy, class_token, mask, scale = name.split('|')
-    attention = ViolinAttention(48, 3, qkv_bias=True, settings=MaskSettings(
-        strategy=strategy, mask=mask, alpha='learned' if scale == 'scale=1' else 'none'))
+    attention = ViolinAttention(
+        48,
+        3,
+        qkv_bias=True,
+        settings=MaskSettings(strategy=strategy, mask=mask, alpha='learned' if scale == 'scale=1' else 'none'),
+    )
     attention.load_state_dict(native(case, 'param/'))
     attention.fused_attn = fused
     x = case['x'].clone().requires_grad_()
@@ -92,10 +100,10 @@ def per_pair(attention, x, grid, num_prefix, strategy, alpha_on, bias):
         gammas = [1 / (1 + math.exp(-b)) for b in attention.decay.beta[h].tolist()]
         scores, masks = [], []
         for j in range(length):
-            score, mask = (q[h, i] @ k[h, j]).item() / math.sqrt(size), 1.
+            score, mask = (q[h, i] @ k[h, j]).item() / math.sqrt(size), 1.0
             if min(i, j) >= num_prefix:
                 steps = [abs(o.index(i - num_prefix) - o.index(j - num_prefix)) for o in orders]
-                mask = sum(g ** d for g, d in zip(gammas, steps, strict=True)) / len(gammas)
+                mask = sum(g**d for g, d in zip(gammas, steps, strict=True)) / len(gammas)
             scores.append(alpha * score if alpha_on == 'scores' else score)
             masks.append(alpha * mask if alpha_on == 'mask' else mask)
         added = bias[i].tolist()
@@ -105,8 +113,8 @@ def per_pair(attention, x, grid, num_prefix, strategy, alpha_on, bias):
         else:
             shares = softmax([a + b for a, b in zip(scores, added, strict=True)])
             meet = {'mul_after_sm': lambda s, m: s * m, 'add_after_sm': lambda s, m: s + m}[strategy]
-            weights = [0. if b == -math.inf else meet(s, m) for s, m, b in zip(shares, masks, added, strict=True)]
-        result[i, h * size:(h + 1) * size] = sum(w * v[h, j] for j, w in enumerate(weights))
+            weights = [0.0 if b == -math.inf else meet(s, m) for s, m, b in zip(shares, masks, added, strict=True)]
+        result[i, h * size : (h + 1) * size] = sum(w * v[h, j] for j, w in enumerate(weights))
     return result @ attention.proj.weight.T + attention.proj.bias
 
 
@@ -115,7 +123,7 @@ def per_pair(attention, x, grid, num_prefix, strategy, alpha_on, bias):
 @pytest.mark.parametrize('strategy', AUTHORS_STRATEGIES)
 @torch.no_grad()
 def test_equals_per_pair_reference(strategy, alpha_on, num_prefix):
-    attention = layer(strategy=strategy, alpha_on=alpha_on, beta_range=(-1, 4), alpha_mean=1.)
+    attention = layer(strategy=strategy, alpha_on=alpha_on, beta_range=(-1, 4), alpha_mean=1.0)
     x = tokens(num_prefix + 6, batch=1)
     length = x.shape[1]
     positions = attention.grid(2, 3)
@@ -125,9 +133,12 @@ def test_equals_per_pair_reference(strategy, alpha_on, num_prefix):
     infinite = torch.zeros_like(bias)
     causal = infinite.masked_fill(~torch.ones_like(cut).tril(), -math.inf)
     for arguments, added in (
-            ({}, infinite), (dict(attn_mask=bias), bias), (dict(is_causal=True), causal),
-            (dict(attn_mask=cut), infinite.masked_fill(~cut, -math.inf)),
-            (dict(attn_mask=cut, is_causal=True), causal)):  # timm: is_causal takes precedence
+        ({}, infinite),
+        (dict(attn_mask=bias), bias),
+        (dict(is_causal=True), causal),
+        (dict(attn_mask=cut), infinite.masked_fill(~cut, -math.inf)),
+        (dict(attn_mask=cut, is_causal=True), causal),
+    ):  # timm: is_causal takes precedence
         actual = attention(x, positions=positions, **arguments)[0]
         expected = per_pair(attention, x[0], (2, 3), num_prefix, strategy, alpha_on, added)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
@@ -135,11 +146,12 @@ def test_equals_per_pair_reference(strategy, alpha_on, num_prefix):
 
 # --- timm's meaning of everything that is timm's
 
+
 def all_ones(attention):
     """A mask of ones and alpha 1."""
     with torch.no_grad():
         attention.decay.beta.fill_(1e4)
-        attention.decay.alpha.fill_(1.)
+        attention.decay.alpha.fill_(1.0)
     return attention
 
 
@@ -149,9 +161,15 @@ def timm_arguments(length):
     cut = additive > -0.5
     cut.fill_diagonal_(True)
     per_head = torch.randn(2, 3, length, length, generator=generator, dtype=torch.float64)
-    return {'nothing': {}, 'boolean': dict(attn_mask=cut), 'additive': dict(attn_mask=additive),
-            'infinite': dict(attn_mask=additive.masked_fill(~cut, -math.inf)), 'causal': dict(is_causal=True),
-            'per head': dict(attn_mask=per_head), 'keys of each image': dict(attn_mask=cut[:2, None, None])}
+    return {
+        'nothing': {},
+        'boolean': dict(attn_mask=cut),
+        'additive': dict(attn_mask=additive),
+        'infinite': dict(attn_mask=additive.masked_fill(~cut, -math.inf)),
+        'causal': dict(is_causal=True),
+        'per head': dict(attn_mask=per_head),
+        'keys of each image': dict(attn_mask=cut[:2, None, None]),
+    }
 
 
 @pytest.mark.parametrize('kind', timm_arguments(3))
@@ -182,9 +200,19 @@ def test_attn_mask_means_what_it_means_in_timm(strategy, kind):
 
 
 @pytest.mark.parametrize('fused', [False, True])
-@pytest.mark.parametrize('options', [
-    dict(), dict(qk_norm=True), dict(scale_norm=True), dict(gated=True), dict(attn_head_dim=6), dict(dim_out=8),
-    dict(proj_bias=False)], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(),
+        dict(qk_norm=True),
+        dict(scale_norm=True),
+        dict(gated=True),
+        dict(attn_head_dim=6),
+        dict(dim_out=8),
+        dict(proj_bias=False),
+    ],
+    ids=str,
+)
 def test_options_of_timms_layer(options, fused):
     options = dict(options, norm_layer=torch.nn.LayerNorm)
     ours, plain = all_ones(layer(layer_kwargs=options)), layer(Attention, layer_kwargs=options)
@@ -227,8 +255,9 @@ def test_without_mask_and_alpha_is_timms_to_the_last_bit(settings, kind, fused):
     assert list(ours.state_dict()) == list(plain.state_dict())
     ours.load_state_dict(plain.state_dict())
     x = tokens(7, dtype=torch.float32)
-    arguments = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v
-                 for k, v in timm_arguments(7)[kind].items()}
+    arguments = {
+        k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in timm_arguments(7)[kind].items()
+    }
     results = []
     for attention in (ours, plain):
         leaf = x.clone().requires_grad_()
@@ -244,14 +273,21 @@ def test_fused_switch_changes_nothing_with_a_mask(fused):
     assert attention.fused_attn == fused
     x = tokens(7)
     y = attention(x, positions=attention.grid(2, 3))
-    torch.testing.assert_close(y[0], per_pair(
-        attention, x[0], (2, 3), 1, 'mul_v1', 'mask', torch.zeros(7, 7)).detach(), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        y[0], per_pair(attention, x[0], (2, 3), 1, 'mul_v1', 'mask', torch.zeros(7, 7)).detach(), rtol=1e-9, atol=1e-11
+    )
 
 
 # --- the four arms
 
-ARMS = {'plain': ('none', 'none'), 'alpha only': ('none', 'learned'), 'mask only': ('learned', 'none'),
-        'both': ('learned', 'learned'), 'fixed': ('fixed', 'none'), 'fixed and alpha': ('fixed', 'learned')}
+ARMS = {
+    'plain': ('none', 'none'),
+    'alpha only': ('none', 'learned'),
+    'mask only': ('learned', 'none'),
+    'both': ('learned', 'learned'),
+    'fixed': ('fixed', 'none'),
+    'fixed and alpha': ('fixed', 'learned'),
+}
 
 
 @pytest.mark.parametrize('arm', ARMS)
@@ -269,7 +305,7 @@ def test_arm_has_its_parameters_and_no_other(arm):
 def test_arms_differ_by_what_they_are_called(fused):
     """alpha only: scaled logits; mask only: alpha 1; both: their product."""
     x = tokens(7)
-    alpha = torch.tensor([0.5, -1., 2.], dtype=torch.float64)
+    alpha = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
     arms = {name: layer(mask=mask, alpha=a) for name, (mask, a) in ARMS.items()}
     for attention in arms.values():
         if attention.decay is not None and attention.decay.alpha is not None:
@@ -282,7 +318,7 @@ def test_arms_differ_by_what_they_are_called(fused):
     scaled.qkv.bias.data[:12] *= alpha.repeat_interleave(4)
     torch.testing.assert_close(y['plain'], plain(x))
     torch.testing.assert_close(y['alpha only'], scaled(x))
-    for name, reference in (('mask only', 1.), ('both', alpha), ('fixed', 1.), ('fixed and alpha', alpha)):
+    for name, reference in (('mask only', 1.0), ('both', alpha), ('fixed', 1.0), ('fixed and alpha', alpha)):
         attention = layer(mask=ARMS[name][0])
         attention.decay.alpha.data.copy_(torch.as_tensor(reference))
         torch.testing.assert_close(y[name], attention(x, positions=attention.grid(2, 3)))
@@ -309,8 +345,10 @@ def test_learned_curve_weights_are_equal_at_first_and_learn():
 
 # --- numbers
 
+
 class LargeMaps(TorchDispatchMode):
     """Records the dtype of every ``[..., L, L]`` result of arithmetic; matmuls and copies aside."""
+
     ALLOWED = ('bmm', 'matmul', 'view', '_to_copy', 'expand', 'transpose', 'detach', 'clone', 'permute', 't.')
 
     def __init__(self, length):
@@ -321,8 +359,12 @@ class LargeMaps(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function.name().removeprefix('aten::')
         for value in result if isinstance(result, (tuple, list)) else [result]:
-            if (torch.is_tensor(value) and value.is_floating_point() and value.shape[-2:] == (self.length,) * 2
-                    and not any(allowed in name for allowed in self.ALLOWED)):
+            if (
+                torch.is_tensor(value)
+                and value.is_floating_point()
+                and value.shape[-2:] == (self.length,) * 2
+                and not any(allowed in name for allowed in self.ALLOWED)
+            ):
                 self.seen.append((name, value.dtype))
         return result
 
@@ -362,10 +404,11 @@ def test_saves_no_map_of_every_curve_for_backward():
         attention(tokens(length, batch=1, dtype=torch.float32), positions=attention.grid(7, 7))
     maps = [shape for shape in saved if math.prod(shape) >= 49 * 49]
     assert maps  # scores and weights of every head
-    assert all(math.prod(shape) <= 3 * length ** 2 for shape in maps), maps
+    assert all(math.prod(shape) <= 3 * length**2 for shape in maps), maps
 
 
 # --- the paper's statements
+
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('num_prefix', [0, 2])
@@ -394,6 +437,7 @@ def test_permuting_the_mask_is_permuting_the_sequence(curve):
 
 
 # --- refusals
+
 
 def test_masked_attention_needs_positions():
     with pytest.raises(ValueError, match='positions: got None'):

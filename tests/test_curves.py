@@ -1,4 +1,5 @@
 """Every curve of the `CURVES` table, its transpose and its ranks, on any rectangle."""
+
 import json
 
 import numpy as np
@@ -37,8 +38,7 @@ def test_ranks_equal_the_authors(golden):
         side = int(grid.split('x')[0])
         assert len(ranks) == 8
         for name, expected in ranks.items():
-            np.testing.assert_array_equal(
-                curve_ranks(swapped(name), side, side), expected, err_msg=f'{name} on {grid}')
+            np.testing.assert_array_equal(curve_ranks(swapped(name), side, side), expected, err_msg=f'{name} on {grid}')
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -105,8 +105,7 @@ def test_raster_is_row_major():
 def test_random_is_numbered_and_repeatable():
     np.testing.assert_array_equal(curve_order('random', 4, 6), curve_order('random0', 4, 6))
     assert (curve_order('random0', 4, 6) != curve_order('random1', 4, 6)).any()
-    np.testing.assert_array_equal(
-        curve_order('random12', 4, 6), np.random.RandomState(12).permutation(24))
+    np.testing.assert_array_equal(curve_order('random12', 4, 6), np.random.RandomState(12).permutation(24))
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -132,8 +131,10 @@ def test_typo_gets_a_suggestion():
         curve_order('hilbrt', 4, 4)
 
 
-@pytest.mark.parametrize('height, width, named', [
-    (0, 4, 'height: got 0'), (4, -1, 'width: got -1'), (2.5, 4, r'height: got 2\.5'), (4, 0, 'width: got 0')])
+@pytest.mark.parametrize(
+    'height, width, named',
+    [(0, 4, 'height: got 0'), (4, -1, 'width: got -1'), (2.5, 4, r'height: got 2\.5'), (4, 0, 'width: got 0')],
+)
 def test_side_must_be_a_positive_integer(height, width, named):
     for function in (curve_order, curve_ranks):
         with pytest.raises(ValueError, match=named):

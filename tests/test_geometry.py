@@ -1,4 +1,5 @@
 """Distances between patches: metrics (paper, proposition C.2), presets, refusals, and a cache that poisons nothing."""
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,11 @@ def distances(names, height, width):
     return np.abs(array[:, :, None] - array[:, None]).sum(-1)
 
 
-@pytest.mark.parametrize('names', [
-    *(components(geometry) for geometry in GEOMETRIES), tuple(f'{c}_T' for c in CURVES), ('snake', 'manhattan')],
-    ids=[*GEOMETRIES, 'transposes', 'mixed'])
+@pytest.mark.parametrize(
+    'names',
+    [*(components(geometry) for geometry in GEOMETRIES), tuple(f'{c}_T' for c in CURVES), ('snake', 'manhattan')],
+    ids=[*GEOMETRIES, 'transposes', 'mixed'],
+)
 @pytest.mark.parametrize('height, width', GRIDS)
 def test_every_component_is_a_metric(names, height, width):
     count = height * width
@@ -79,18 +82,21 @@ def test_random_is_seeded_and_leaves_the_global_stream_alone():
     assert all((first[i] != first[j]).any() for i in range(3) for j in range(i))
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (dict(geometry='curvs'), "geometry: got 'curvs'; choose from curves, raster, manhattan, random"),
-    (dict(curves='snake,hilbrt'), 'hilbrt'),
-    (dict(curves=[]), 'curves: got none'),
-    (dict(curves=()), 'curves: got none'),
-    (dict(curves=''), 'curve'),
-    (dict(curves='snake,snake'), 'each may be named once'),
-    (dict(geometry='raster', curves='snake'), "curves: got 'snake' with geometry='raster'"),
-    (dict(geometry='random', num_random=0), 'num_random: got 0'),
-    (dict(geometry='random', random_seed=-1), 'random_seed: got -1'),
-    (dict(geometry='random', random_seed=2 ** 32 - 7), 'random_seed: got 4294967289'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (dict(geometry='curvs'), "geometry: got 'curvs'; choose from curves, raster, manhattan, random"),
+        (dict(curves='snake,hilbrt'), 'hilbrt'),
+        (dict(curves=[]), 'curves: got none'),
+        (dict(curves=()), 'curves: got none'),
+        (dict(curves=''), 'curve'),
+        (dict(curves='snake,snake'), 'each may be named once'),
+        (dict(geometry='raster', curves='snake'), "curves: got 'snake' with geometry='raster'"),
+        (dict(geometry='random', num_random=0), 'num_random: got 0'),
+        (dict(geometry='random', random_seed=-1), 'random_seed: got -1'),
+        (dict(geometry='random', random_seed=2**32 - 7), 'random_seed: got 4294967289'),
+    ],
+)
 def test_refusals_name_the_setting(arguments, message):
     with pytest.raises(ValueError) as error:
         components(**arguments)

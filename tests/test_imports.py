@@ -3,6 +3,7 @@
 curves <- geometry <- masks <- strategies <- settings <- backends <- attention <- models <- {data, engine, peft}
 <- evals <- recipes <- commands. `viz` reads models and is imported by commands alone, or where a recipe draws.
 """
+
 import ast
 import subprocess
 import sys
@@ -18,8 +19,19 @@ ROOT = PACKAGE.parent
 # Every part imports from its own layer and from those below. A new part counts as a command, which nothing may
 # import, until it has its place here.
 LAYERS = [
-    {'curves'}, {'geometry'}, {'masks'}, {'strategies'}, {'settings'}, {'backends'}, {'attention'}, {'models'},
-    {'data', 'engine', 'peft'}, {'evals'}, {'recipes'}, {'commands'}]
+    {'curves'},
+    {'geometry'},
+    {'masks'},
+    {'strategies'},
+    {'settings'},
+    {'backends'},
+    {'attention'},
+    {'models'},
+    {'data', 'engine', 'peft'},
+    {'evals'},
+    {'recipes'},
+    {'commands'},
+]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 LAYER['viz'] = LAYER['models']
 LAZY = ('wandb', 'peft', 'matplotlib', 'sklearn')
@@ -50,7 +62,7 @@ def imported(name, path, inside_functions=True):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
-            base = ['violin_timm', *package[:len(package) - (node.level - 1)]]
+            base = ['violin_timm', *package[: len(package) - (node.level - 1)]]
             base += node.module.split('.') if node.module else []
             targets = ['.'.join([*base, alias.name]) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -122,7 +134,6 @@ def test_parser_sees_the_imports():
     assert {part_of(name) for name in MODULES} >= {p for level in LAYERS[:8] for p in level}
 
 
-
 @pytest.mark.parametrize('lower, upper', [('curves', 'geometry'), ('masks', 'attention'), ('models', 'data')])
 def test_upward_import_would_be_seen(lower, upper, tmp_path):
     path = tmp_path / 'module.py'
@@ -149,7 +160,8 @@ def test_optional_packages_are_imported_only_when_used():
         'import sys, timm, torch, violin_timm\n'
         "model = timm.create_model('violin_pixel_nano')\n"
         'model(torch.zeros(1, 1, 8, 8))\n'
-        f'print([name for name in {LAZY} if name in sys.modules])\n')
+        f'print([name for name in {LAZY} if name in sys.modules])\n'
+    )
     assert loaded.strip() == '[]'
 
 
@@ -161,7 +173,8 @@ def test_import_registers_the_models_and_opens_no_connection():
         'import timm\n'
         "assert not timm.list_models('violin*')\n"
         'import violin_timm\n'
-        "print(len(timm.list_models('violin*')))\n")
+        "print(len(timm.list_models('violin*')))\n"
+    )
     assert int(listed) >= 12
 
 

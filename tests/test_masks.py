@@ -1,4 +1,5 @@
 """Masks against a per-pair reference in float64: values, gradients, numbers that are easily wrong, and memory."""
+
 import itertools
 import math
 
@@ -18,7 +19,7 @@ def as_positions(names, height, width):
     return torch.tensor(positions(tuple(names), height, width))
 
 
-def inputs(num_heads, names, low=-2., high=9., dtype=torch.float64):
+def inputs(num_heads, names, low=-2.0, high=9.0, dtype=torch.float64):
     """beta and weights ``[H, C]`` that require gradients."""
     generator = torch.Generator().manual_seed(3)
     shape = (num_heads, len(names))
@@ -43,12 +44,13 @@ def per_pair(beta, weights, names, height, width, num_prefix):
     """The mask, one pair of patches after another, from sigmoid and power in float64."""
     count = height * width
     mask = torch.ones(len(beta), num_prefix + count, num_prefix + count, dtype=torch.float64)
-    gamma = [[1. / (1. + math.exp(-b)) for b in row] for row in beta.tolist()]
+    gamma = [[1.0 / (1.0 + math.exp(-b)) for b in row] for row in beta.tolist()]
     for i, j in itertools.product(range(count), repeat=2):
         steps = [distance(name, i, j, height, width) for name in names]
         for h, row in enumerate(gamma):
             mask[h, num_prefix + i, num_prefix + j] = sum(
-                w * g ** d for w, g, d in zip(weights[h].tolist(), row, steps, strict=True))
+                w * g**d for w, g, d in zip(weights[h].tolist(), row, steps, strict=True)
+            )
     return mask
 
 
@@ -69,7 +71,7 @@ def test_equals_per_pair_reference(height, width, num_prefix, close):
 @pytest.mark.parametrize('names', [DEFAULT_CURVES, ('manhattan', 'snake')], ids=['curves', 'mixed'])
 @pytest.mark.parametrize('height, width', [(2, 3), (1, 4), (1, 1)])
 def test_gradcheck(height, width, names, num_prefix):
-    beta, weights = inputs(2, names, -1., 3.)
+    beta, weights = inputs(2, names, -1.0, 3.0)
     rates = decay_rates(beta).detach().requires_grad_()
     place = as_positions(names, height, width)
     assert torch.autograd.gradcheck(lambda r, w: decay_mask(r, w, place, num_prefix), (rates, weights))
@@ -78,7 +80,7 @@ def test_gradcheck(height, width, names, num_prefix):
 
 def beta_gradient(beta, names, side, dtype, cotangent):
     beta = beta.detach().to(dtype).requires_grad_()
-    weights = torch.full_like(beta, 1. / len(names)).detach()
+    weights = torch.full_like(beta, 1.0 / len(names)).detach()
     mask_of(beta, weights, names, side, side).backward(cotangent.to(dtype))
     return beta.grad.double()
 
@@ -86,9 +88,9 @@ def beta_gradient(beta, names, side, dtype, cotangent):
 @pytest.mark.parametrize('side', [4, 14])
 def test_gradients_of_finetuning_betas_are_right_in_float32(side):
     """Where sigmoid(beta) is 1 in float32, and its power has no gradient at all."""
-    beta, _ = inputs(6, DEFAULT_CURVES, 15., 20., torch.float32)
+    beta, _ = inputs(6, DEFAULT_CURVES, 15.0, 20.0, torch.float32)
     assert (torch.sigmoid(beta) == 1).double().mean() > 0.5
-    cotangent = torch.randn(6, side ** 2, side ** 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    cotangent = torch.randn(6, side**2, side**2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for signs in (cotangent, cotangent.abs()):
         expected = beta_gradient(beta, DEFAULT_CURVES, side, torch.float64, signs)
         actual = beta_gradient(beta, DEFAULT_CURVES, side, torch.float32, signs)
@@ -97,16 +99,16 @@ def test_gradients_of_finetuning_betas_are_right_in_float32(side):
         assert error.max() < 1e-4
         # and the reference is right: -sum of weight * d * gamma ** d * dlog(gamma)
     gamma = torch.sigmoid(beta.double())[:, 0, None, None]
-    steps = (as_positions(['snake'], side, side)[0, :, None, 0] - as_positions(['snake'], side, side)[0, None, :, 0])
+    steps = as_positions(['snake'], side, side)[0, :, None, 0] - as_positions(['snake'], side, side)[0, None, :, 0]
     steps = steps.abs().double()
-    by_hand = (signs * steps * gamma ** steps * (1 - gamma)).sum((1, 2)) / len(DEFAULT_CURVES)
+    by_hand = (signs * steps * gamma**steps * (1 - gamma)).sum((1, 2)) / len(DEFAULT_CURVES)
     torch.testing.assert_close(expected[:, 0], by_hand, rtol=1e-6, atol=0)
 
 
 def test_distance_from_one_is_right_in_float32():
-    beta = torch.tensor([[15.]])
+    beta = torch.tensor([[15.0]])
     mask = mask_of(beta, torch.ones(1, 1), ['raster'], 1, 196)[0, 0]
-    expected = -torch.expm1(-torch.arange(196.).double() * math.log1p(math.exp(-15.)))
+    expected = -torch.expm1(-torch.arange(196.0).double() * math.log1p(math.exp(-15.0)))
     assert ((1 - mask.double()) - expected).abs().max() < 1e-7  # half a unit in the last place of 1
 
 
@@ -116,11 +118,11 @@ def test_computed_in_float32_whatever_the_model_is(dtype):
     decay = Decay(2, MaskSettings(curves='raster')).to(dtype)
     assert decay.beta.dtype == dtype
     with torch.no_grad():
-        decay.beta.fill_(7.)
+        decay.beta.fill_(7.0)
     place = as_positions(['raster'], 1, 196)
     mask = decay(place)
     assert mask.dtype == torch.float32
-    expected = torch.sigmoid(torch.tensor(7.).double()) ** torch.arange(196)
+    expected = torch.sigmoid(torch.tensor(7.0).double()) ** torch.arange(196)
     torch.testing.assert_close(mask[0, 0].double(), expected, rtol=1e-6, atol=0)
     mask.sum().backward()
     assert decay.beta.grad.dtype == dtype
@@ -182,7 +184,7 @@ def test_saves_no_maps_for_backward(curve_weights):
         mask = decay(place, 1)
     assert saved and mask.requires_grad
     largest = max(math.prod(shape) for shape in saved)
-    assert largest <= len(DEFAULT_CURVES) * side ** 2 < side ** 4, saved  # the positions; not even one map
+    assert largest <= len(DEFAULT_CURVES) * side**2 < side**4, saved  # the positions; not even one map
 
 
 @pytest.mark.parametrize('num_prefix', [0, 1, 2, 5])
@@ -230,7 +232,7 @@ def test_learned_curve_weights_start_equal_and_get_gradients():
     # softmax: gradients of the logits of one head cancel
     torch.testing.assert_close(learned.curve_logits.grad.sum(1), torch.zeros(2), rtol=0, atol=1e-5)
     with torch.no_grad():
-        learned.curve_logits[:, 1] = 40.
+        learned.curve_logits[:, 1] = 40.0
     only = Decay(2, MaskSettings(curves='peano'))
     with torch.no_grad():
         only.beta.copy_(learned.beta[:, 1:2])

@@ -1,4 +1,5 @@
 """Every entry of the `STRATEGIES` table: its formula, and what holds for all of them."""
+
 import pytest
 import torch
 
@@ -19,8 +20,12 @@ DIM, HEADS, GRID = 12, 2, (2, 3)
 
 def layer(strategy, **settings):
     torch.manual_seed(1)
-    attention = ViolinAttention(DIM, HEADS, qkv_bias=True, settings=MaskSettings(
-        strategy=strategy, beta_range=(-1, 3), alpha_mean=1.5, **settings))
+    attention = ViolinAttention(
+        DIM,
+        HEADS,
+        qkv_bias=True,
+        settings=MaskSettings(strategy=strategy, beta_range=(-1, 3), alpha_mean=1.5, **settings),
+    )
     return attention.double()
 
 
@@ -37,7 +42,7 @@ def test_equals_its_formula(strategy, alpha_on, fused):
     attention.fused_attn = fused
     positions = attention.grid(*GRID)
     q, k, v = attention.qkv(x).reshape(2, 7, 3, HEADS, 6).permute(2, 0, 3, 1, 4)
-    scores, mask = q @ k.mT / 6 ** 0.5, attention.decay(positions, 1)
+    scores, mask = q @ k.mT / 6**0.5, attention.decay(positions, 1)
     alpha = attention.decay.alpha[:, None, None]
     if alpha_on == 'mask':
         weights = FORMULAS[strategy](scores, alpha * mask)
@@ -78,8 +83,12 @@ def cut_masks(length):
     cut.fill_diagonal_(True)
     additive = torch.zeros(length, length, dtype=torch.float64).masked_fill(~cut, float('-inf'))
     batched = cut[None, None].expand(2, 1, -1, -1)
-    return {'boolean': (cut, dict(attn_mask=cut)), 'additive': (cut, dict(attn_mask=additive)),
-            'causal': (causal, dict(is_causal=True)), 'batched': (cut, dict(attn_mask=batched))}
+    return {
+        'boolean': (cut, dict(attn_mask=cut)),
+        'additive': (cut, dict(attn_mask=additive)),
+        'causal': (causal, dict(is_causal=True)),
+        'batched': (cut, dict(attn_mask=batched)),
+    }
 
 
 @pytest.mark.parametrize('kind', ['boolean', 'additive', 'causal', 'batched'])
@@ -99,7 +108,7 @@ def test_images_of_a_batch_do_not_mix(strategy):
     positions = attention.grid(*GRID)
     together = attention(x, positions=positions)
     for i in range(3):
-        torch.testing.assert_close(together[i:i + 1], attention(x[i:i + 1], positions=positions))
+        torch.testing.assert_close(together[i : i + 1], attention(x[i : i + 1], positions=positions))
 
 
 @pytest.mark.parametrize('name', ['mul', '', 'softmax', 'MUL_V1'])
@@ -117,6 +126,7 @@ def test_unknown_operation_is_refused():
 
 def test_a_new_strategy_needs_one_line_of_the_table(monkeypatch):
     from violin_timm import settings
+
     monkeypatch.setitem(STRATEGIES, 'one_plus_after_sm', Strategy('mul_one_plus', after_softmax=True))
     monkeypatch.setitem(settings._CHOICES, 'strategy', tuple(STRATEGIES))
     attention, x = layer('one_plus_after_sm'), tokens()

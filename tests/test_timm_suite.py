@@ -1,4 +1,5 @@
 """The parts of scripts/test_timm.py that need neither network nor timm's tests."""
+
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ def suite():
 
 def item(test, model):
     return SimpleNamespace(
-        originalname=test, nodeid=f'{test}[{model}]', callspec=SimpleNamespace(params={'model_name': model}))
+        originalname=test, nodeid=f'{test}[{model}]', callspec=SimpleNamespace(params={'model_name': model})
+    )
 
 
 def collect(suite, variants, items):
@@ -45,11 +47,14 @@ def test_edit_extends_both_lists(suite):
     assert names['NON_STD_FILTERS'] == names['EXCLUDE_FEAT_FILTERS'] == ['violin*', 'vit_*']
 
 
-@pytest.mark.parametrize('source', [
-    SOURCE.replace('NON_STD_FILTERS = [', 'NON_STD = ['),
-    SOURCE.replace('FEAT_INTER_FILTERS = [', 'FEAT_INTER_FILTERS = list(['),
-    SOURCE + SOURCE,
-])
+@pytest.mark.parametrize(
+    'source',
+    [
+        SOURCE.replace('NON_STD_FILTERS = [', 'NON_STD = ['),
+        SOURCE.replace('FEAT_INTER_FILTERS = [', 'FEAT_INTER_FILTERS = list(['),
+        SOURCE + SOURCE,
+    ],
+)
 def test_edit_refuses_other_tests(suite, source):
     with pytest.raises(ValueError, match=r'FILTERS: got [02] lines'):
         suite.edit(source, ['violin_deit'])

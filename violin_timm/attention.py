@@ -1,12 +1,13 @@
 """timm's attention with a decay mask: `ViolinAttention`, and `Decay`, the parameters it adds."""
+
 import math
 from dataclasses import replace
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from timm.layers import Attention, maybe_add_mask, register_notrace_module, resolve_self_attn_mask
+from torch import nn
 
 from .backends import masked_attention
 from .geometry import grid_positions
@@ -70,7 +71,7 @@ class Decay(nn.Module):
     @torch.jit.ignore
     def _seed(self, index: int) -> int:
         # distinct streams for layers and parameters; manual_seed takes what fits 64 bits
-        return (torch.initial_seed() + 0x9E3779B97F4A7C15 * (1 + 4 * self.layer + index)) % 2 ** 63
+        return (torch.initial_seed() + 0x9E3779B97F4A7C15 * (1 + 4 * self.layer + index)) % 2**63
 
     @torch.jit.ignore
     def _draws(self) -> dict:
@@ -83,7 +84,7 @@ class Decay(nn.Module):
                 return value.fill_(math.log(settings.gamma) - math.log1p(-settings.gamma))
             if uniform is not None:
                 return value.uniform_(*uniform, generator=generator)
-            return value.normal_(0., 0.5 if settings.beta_std is None else settings.beta_std, generator=generator)
+            return value.normal_(0.0, 0.5 if settings.beta_std is None else settings.beta_std, generator=generator)
 
         return {
             'beta': draw_beta,
@@ -92,11 +93,11 @@ class Decay(nn.Module):
         }
 
     def forward(
-            self,
-            positions: torch.Tensor,
-            num_prefix: int = 0,
-            with_alpha: bool = False,
-            pairs: Optional[Pairs] = None,
+        self,
+        positions: torch.Tensor,
+        num_prefix: int = 0,
+        with_alpha: bool = False,
+        pairs: Optional[Pairs] = None,
     ) -> torch.Tensor:
         """The layer's mask.
 
@@ -117,7 +118,7 @@ class Decay(nn.Module):
         if logits is not None:
             weights = logits.to(rates.dtype).softmax(-1)
         else:
-            weights = torch.full_like(rates, 1. / rates.shape[1])
+            weights = torch.full_like(rates, 1.0 / rates.shape[1])
         prefix: Optional[torch.Tensor] = None
         if with_alpha and alpha is not None:
             prefix = alpha.to(rates.dtype)
@@ -134,8 +135,17 @@ class ViolinAttention(Attention):
     alpha, it is timm's attention to the last bit, parameters included.
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, *, settings: Optional[MaskSettings] = None, layer: int = 0,
-                 device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        settings: Optional[MaskSettings] = None,
+        layer: int = 0,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.add_decay(settings, layer, device=device, dtype=dtype)
 
@@ -159,12 +169,12 @@ class ViolinAttention(Attention):
         return grid_positions(','.join(self.decay.settings.components), height, width, self.qkv.weight)
 
     def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-            positions: Optional[torch.Tensor] = None,
-            mask: Optional[torch.Tensor] = None,
+        self,
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+        positions: Optional[torch.Tensor] = None,
+        mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -179,12 +189,12 @@ class ViolinAttention(Attention):
         Returns:
             ``[B, P + N, dim_out]``.
         """
-        B, L, C = x.shape
+        B, L, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         qkv = self.qkv(x).reshape(B, L, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        dropout_p = self.attn_drop.p if self.training else 0.
+        dropout_p = self.attn_drop.p if self.training else 0.0
         if self.has_mask:
             x = self._masked(q, k, v, positions, mask, attn_mask, is_causal, dropout_p)
         else:
@@ -195,15 +205,15 @@ class ViolinAttention(Attention):
         return self.proj_drop(self.proj(x))
 
     def _masked(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            positions: Optional[torch.Tensor],
-            mask: Optional[torch.Tensor],
-            attn_mask: Optional[torch.Tensor],
-            is_causal: bool,
-            dropout_p: float,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: Optional[torch.Tensor],
+        mask: Optional[torch.Tensor],
+        attn_mask: Optional[torch.Tensor],
+        is_causal: bool,
+        dropout_p: float,
     ) -> torch.Tensor:
         if positions is None:
             raise ValueError('positions: got None; masked attention needs the positions of its grid, see grid()')
@@ -214,17 +224,27 @@ class ViolinAttention(Attention):
         if decay.alpha is not None and not self.alpha_on_mask:
             q = q * decay.alpha[:, None, None].to(q.dtype)
         return masked_attention(
-            q, k, v, mask, self.scale, self.operation, self.after_softmax, attn_mask, is_causal, dropout_p,
-            self.fused_attn)
+            q,
+            k,
+            v,
+            mask,
+            self.scale,
+            self.operation,
+            self.after_softmax,
+            attn_mask,
+            is_causal,
+            dropout_p,
+            self.fused_attn,
+        )
 
     def _plain(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            attn_mask: Optional[torch.Tensor],
-            is_causal: bool,
-            dropout_p: float,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: Optional[torch.Tensor],
+        is_causal: bool,
+        dropout_p: float,
     ) -> torch.Tensor:
         """timm's own two paths, after alpha."""
         decay = self.decay
@@ -234,7 +254,8 @@ class ViolinAttention(Attention):
                 q = q * alpha[:, None, None].to(q.dtype)
         if self.fused_attn:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
+                q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal
+            )
         scores = (q * self.scale) @ k.transpose(-2, -1)
         bias = resolve_self_attn_mask(q.shape[2], scores, attn_mask, is_causal)
         return self.attn_drop(maybe_add_mask(scores, bias).softmax(dim=-1)) @ v

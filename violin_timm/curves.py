@@ -7,6 +7,7 @@ give it a line in `CURVES`; its transpose (``NAME_T``), its ranks and its tests 
 Names are those of the VIOLIN paper (arXiv 2606.14757, section 3 and appendix B). Two of them need care: ``peano`` is
 Morton (Z-) order, not Peano's ternary curve, and ``zigzag`` is JPEG's (the authors' code calls that one ``zigzag_T``).
 """
+
 import difflib
 import re
 from functools import lru_cache
@@ -108,7 +109,8 @@ def _resolve(name: str) -> Tuple[Curve, bool]:
     hint = f' (did you mean {close[0]!r}?)' if close else ''
     raise ValueError(
         f'curve: got {name!r}{hint}; choose from {", ".join(CURVES)}, random0, random1, ..., '
-        f'each also with the suffix _T for its transpose')
+        f'each also with the suffix _T for its transpose'
+    )
 
 
 def check_curve(name: str) -> str:

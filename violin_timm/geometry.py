@@ -7,6 +7,7 @@ Manhattan distance is two (row and column). So one array ``[C, N, D]`` describes
 Arrays are cached per grid in NumPy and made into tensors where they are used: a cached tensor that was created under
 ``torch.inference_mode`` or ``torch.device('meta')`` would break whatever comes later.
 """
+
 from functools import lru_cache
 from typing import Dict, Sequence, Tuple, Union
 
@@ -31,10 +32,10 @@ GEOMETRIES: Dict[str, Tuple[str, ...]] = {
 
 
 def components(
-        geometry: str = 'curves',
-        curves: Union[str, Sequence[str], None] = None,
-        num_random: int = 8,
-        random_seed: int = 0,
+    geometry: str = 'curves',
+    curves: Union[str, Sequence[str], None] = None,
+    num_random: int = 8,
+    random_seed: int = 0,
 ) -> Tuple[str, ...]:
     """Names of the components of a geometry, checked.
 
@@ -54,8 +55,8 @@ def components(
         if geometry == 'random':
             if num_random < 1:
                 raise ValueError(f'num_random: got {num_random!r}; at least one permutation is needed')
-            if not 0 <= random_seed <= 2 ** 32 - num_random:
-                raise ValueError(f'random_seed: got {random_seed!r}; NumPy allows seeds from 0 to {2 ** 32 - 1}')
+            if not 0 <= random_seed <= 2**32 - num_random:
+                raise ValueError(f'random_seed: got {random_seed!r}; NumPy allows seeds from 0 to {2**32 - 1}')
             return tuple(f'random{random_seed + i}' for i in range(num_random))
         return GEOMETRIES[geometry]
     if geometry != 'curves':
@@ -99,8 +100,7 @@ def _grid_positions_op(names: str, height: int, width: int) -> torch.Tensor:
 @_grid_positions_op.register_fake
 def _(names: str, height: int, width: int) -> torch.Tensor:
     listed = names.split(',')
-    return torch.empty(
-        len(listed), height * width, 1 + (MANHATTAN in listed), dtype=torch.int64, device='cpu')
+    return torch.empty(len(listed), height * width, 1 + (MANHATTAN in listed), dtype=torch.int64, device='cpu')
 
 
 @torch.fx.wrap

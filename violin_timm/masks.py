@@ -3,12 +3,13 @@
     M_h[i, j] = sum_c w_{h,c} gamma_{h,c} ** d_c(i, j),    gamma = sigmoid(beta),    w = 1 / C unless learned
 
 computed as ``exp(-d * softplus(-beta))`` in float32 or better: where fine-tuning starts (beta in 15..20), most of
-``sigmoid(beta)`` is exactly 1 in float32, and so its power and its gradient are useless (paper section 3.2, appendix D.1).
+``sigmoid(beta)`` is exactly 1 in float32, so its power and its gradient are useless (paper section 3.2, appendix D.1).
 
 Distances are small integers, so a mask is a sum of rows of the table ``[C * N, H]`` of all powers, looked up for every
 pair of patches; symmetry halves the pairs. The backward sums gradients by distance. Neither keeps masks or distances of
 single curves: what is stored is one ``[H, L, L]`` per layer, whatever the number of curves.
 """
+
 from typing import NamedTuple, Optional
 
 import torch
@@ -37,6 +38,7 @@ class Pairs(NamedTuple):
         upper: int64 ``[T]``, ``i * N + j``.
         expand: int64 ``[N * N]``, the pair of each two patches.
     """
+
     rows: torch.Tensor
     upper: torch.Tensor
     expand: torch.Tensor
@@ -80,7 +82,7 @@ class _DecayMask(torch.autograd.Function):
     def backward(ctx, grad):
         rates, weights, positions = ctx.saved_tensors
         rows, upper, _ = ctx.shared or Pairs.of(positions)
-        patches = grad[:, ctx.num_prefix:, ctx.num_prefix:]
+        patches = grad[:, ctx.num_prefix :, ctx.num_prefix :]
         num_patches = patches.shape[-1]
         folded = (patches + patches.transpose(1, 2)).flatten(1).index_select(1, upper)
         by_distance = grad.new_zeros(len(rates), rates.shape[1] * num_patches)
@@ -103,11 +105,11 @@ def _powers(rates: torch.Tensor, num_patches: int) -> torch.Tensor:
 
 
 def _plain_mask(
-        rates: torch.Tensor,
-        weights: torch.Tensor,
-        positions: torch.Tensor,
-        num_prefix: int,
-        prefix: Optional[torch.Tensor] = None,
+    rates: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    num_prefix: int,
+    prefix: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """The same mask in differentiable operations, for tracers and compilers, which look into no custom backward."""
     num_patches = positions.shape[1]
@@ -125,12 +127,12 @@ def _plain_mask(
 
 
 def decay_mask(
-        rates: torch.Tensor,
-        weights: torch.Tensor,
-        positions: torch.Tensor,
-        num_prefix: int = 0,
-        prefix: Optional[torch.Tensor] = None,
-        pairs: Optional[Pairs] = None,
+    rates: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    num_prefix: int = 0,
+    prefix: Optional[torch.Tensor] = None,
+    pairs: Optional[Pairs] = None,
 ) -> torch.Tensor:
     """Mask of one attention layer.
 
@@ -153,12 +155,12 @@ def decay_mask(
 
 @torch.jit.unused
 def _unscripted_mask(
-        rates: torch.Tensor,
-        weights: torch.Tensor,
-        positions: torch.Tensor,
-        num_prefix: int,
-        prefix: Optional[torch.Tensor],
-        pairs: Optional[Pairs],
+    rates: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    num_prefix: int,
+    prefix: Optional[torch.Tensor],
+    pairs: Optional[Pairs],
 ) -> torch.Tensor:
     if torch.jit.is_tracing() or torch.compiler.is_compiling():
         return _plain_mask(rates, weights, positions, num_prefix, prefix)

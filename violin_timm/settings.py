@@ -1,4 +1,5 @@
 """The settings of a Violin's masks, in one checked value that models, attention layers and plugs share."""
+
 from dataclasses import dataclass, fields
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
@@ -42,6 +43,7 @@ class MaskSettings:
     Raises:
         ValueError: On a value that is unknown, out of range, or that the other settings leave without effect.
     """
+
     mask: str = 'learned'
     alpha: str = 'learned'
     geometry: str = 'curves'
@@ -113,11 +115,9 @@ class MaskSettings:
         """Bounds of beta's uniform draw, or None where it is normal."""
         if self.mask_init == 'none':
             return None
-        return self.beta_range or {'finetune': (15., 20.)}.get(self.mask_init, (5., 9.))
+        return self.beta_range or {'finetune': (15.0, 20.0)}.get(self.mask_init, (5.0, 9.0))
 
     def alpha_normal(self) -> Tuple[float, float]:
         """Mean and deviation of alpha's draw."""
-        mean, std = {'finetune': (1., 0.01)}.get(self.mask_init, (0., 0.5))
-        return (
-            mean if self.alpha_mean is None else self.alpha_mean,
-            std if self.alpha_std is None else self.alpha_std)
+        mean, std = {'finetune': (1.0, 0.01)}.get(self.mask_init, (0.0, 0.5))
+        return (mean if self.alpha_mean is None else self.alpha_mean, std if self.alpha_std is None else self.alpha_std)

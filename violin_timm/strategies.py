@@ -10,6 +10,7 @@ authors' code; paper, appendix E):
 The paper writes alpha into the scores instead (``S(aA + M)`` and so on), which differs in all but the first; that form
 is ``alpha_on='scores'``. To add a strategy, give it a line in `STRATEGIES`, and `combine` its operation if it is new.
 """
+
 from typing import Dict, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ ALPHA_ON = ('mask', 'scores')
 
 class Strategy(NamedTuple):
     """An operation of `combine`, and whether it acts on probabilities instead of on logits."""
+
     operation: str
     after_softmax: bool = False
 
@@ -39,7 +41,7 @@ def combine(operation: str, scores: torch.Tensor, mask: torch.Tensor) -> torch.T
     if operation == 'mul':
         return scores * mask
     elif operation == 'mul_one_plus':
-        return scores * (mask + 1.)
+        return scores * (mask + 1.0)
     elif operation == 'add':
         return scores + mask
     else:

@@ -1,4 +1,5 @@
 """The authors' checkpoints through timm's own ways: recorded logits, features, attention and gradients."""
+
 import argparse
 import json
 
@@ -26,7 +27,9 @@ WRAPPINGS = {
     'model of ddp': lambda s: {'model': prefixed(s, 'module.')},
     'teacher': lambda s: {
         'student': {k: v + 1 for k, v in prefixed(s, 'module.backbone.').items()},
-        'teacher': {**prefixed(s, 'module.backbone.'), **prefixed(HEAD, 'module.')}, 'epoch': 7},
+        'teacher': {**prefixed(s, 'module.backbone.'), **prefixed(HEAD, 'module.')},
+        'epoch': 7,
+    },
     'teacher without ddp': lambda s: {'teacher': {**prefixed(s, 'backbone.'), **HEAD}},
     'student': lambda s: {'student': {**prefixed(s, 'module.backbone.'), **prefixed(HEAD, 'module.')}},
 }
@@ -63,8 +66,12 @@ def dino(golden):
 def create(path, variant='violin_deit_tiny', num_classes=10, **kwargs):
     torch.manual_seed(5)
     return timm.create_model(
-        variant, pretrained=True, num_classes=num_classes, **{**TINY, **kwargs},
-        pretrained_cfg_overlay=dict(file=str(path), num_classes=num_classes)).eval()
+        variant,
+        pretrained=True,
+        num_classes=num_classes,
+        **{**TINY, **kwargs},
+        pretrained_cfg_overlay=dict(file=str(path), num_classes=num_classes),
+    ).eval()
 
 
 def save(path, state, wrapping='bare'):
@@ -112,15 +119,18 @@ def test_curves_in_another_order(deit, close, tmp_path):
     close(model(recorded['x']), recorded['logits'])
     default = create(path, class_token=False)
     for i, name in enumerate(shuffled):
-        assert torch.equal(model.blocks[0].attn.decay.beta[:, i],
-                           default.blocks[0].attn.decay.beta[:, DEFAULT_CURVES.index(name)])
+        assert torch.equal(
+            model.blocks[0].attn.decay.beta[:, i], default.blocks[0].attn.decay.beta[:, DEFAULT_CURVES.index(name)]
+        )
 
 
 def test_zigzags_are_swapped(deit, close, tmp_path):
     assert AUTHORS_CURVES.index('zigzag_T') == 6 and AUTHORS_CURVES.index('zigzag') == 7
     recorded = deit['cls=0|pos=1']
-    swapped = {k.replace('list.6', 'list.x').replace('list.7', 'list.6').replace('list.x', 'list.7'): v
-               for k, v in recorded['param'].items()}
+    swapped = {
+        k.replace('list.6', 'list.x').replace('list.7', 'list.6').replace('list.x', 'list.7'): v
+        for k, v in recorded['param'].items()
+    }
     model = create(save(tmp_path, swapped), class_token=False)
     assert (model(recorded['x']) - recorded['logits']).abs().max() > 1e-5
     native = to_native(recorded['param'], DEFAULT_CURVES)['blocks.0.attn.decay.beta']
@@ -153,21 +163,30 @@ def test_class_token_checkpoint_into_gap(num_classes, deit, tmp_path):
     recorded = deit['cls=1|pos=1']
     path = save(tmp_path, recorded['param'])
     model = timm.create_model(
-        'violin_deit_tiny', pretrained=True, class_token=False, num_classes=num_classes, **TINY,
-        pretrained_cfg_overlay=dict(file=str(path), num_classes=10))
+        'violin_deit_tiny',
+        pretrained=True,
+        class_token=False,
+        num_classes=num_classes,
+        **TINY,
+        pretrained_cfg_overlay=dict(file=str(path), num_classes=10),
+    )
     assert torch.equal(model.pos_embed, recorded['param']['pos_embed'][:, 1:])
     assert torch.equal(model.blocks[1].attn.decay.alpha, recorded['param']['blocks.1.attn.normalize'])
 
 
-@pytest.mark.parametrize('kwargs, error, message', [
-    (dict(class_token=True), ValueError, r'class_token: got True.*pass class_token=False'),
-    (dict(curves='snake,hilbert'), ValueError, 'curves: got snake, hilbert; the file has masks of snake'),
-    (dict(mask='none'), ValueError, 'curves: got none'),
-    (dict(geometry='manhattan'), ValueError, 'curves: got manhattan'),
-    (dict(alpha='none'), RuntimeError, r'left over: blocks\.0\.attn\.decay\.alpha'),
-    (dict(depth=3), RuntimeError, r'missing: blocks\.2'),
-    (dict(pos_embed='none', depth=1), RuntimeError, r'left over: blocks\.1'),
-], ids=str)
+@pytest.mark.parametrize(
+    'kwargs, error, message',
+    [
+        (dict(class_token=True), ValueError, r'class_token: got True.*pass class_token=False'),
+        (dict(curves='snake,hilbert'), ValueError, 'curves: got snake, hilbert; the file has masks of snake'),
+        (dict(mask='none'), ValueError, 'curves: got none'),
+        (dict(geometry='manhattan'), ValueError, 'curves: got manhattan'),
+        (dict(alpha='none'), RuntimeError, r'left over: blocks\.0\.attn\.decay\.alpha'),
+        (dict(depth=3), RuntimeError, r'missing: blocks\.2'),
+        (dict(pos_embed='none', depth=1), RuntimeError, r'left over: blocks\.1'),
+    ],
+    ids=str,
+)
 def test_misfits_are_refused(kwargs, error, message, deit, tmp_path):
     path = save(tmp_path, deit['cls=0|pos=1']['param'])
     with pytest.raises(error, match=message):
@@ -181,8 +200,13 @@ def test_one_key_too_few_is_refused(key, num_classes, deit, tmp_path):
     del state[key]
     with pytest.raises((RuntimeError, ValueError), match=r'missing: |got curves'):
         timm.create_model(
-            'violin_deit_tiny', pretrained=True, class_token=False, num_classes=num_classes, **TINY,
-            pretrained_cfg_overlay=dict(file=str(save(tmp_path, state)), num_classes=10))
+            'violin_deit_tiny',
+            pretrained=True,
+            class_token=False,
+            num_classes=num_classes,
+            **TINY,
+            pretrained_cfg_overlay=dict(file=str(save(tmp_path, state)), num_classes=10),
+        )
 
 
 def test_layouts_are_told_apart(deit):
@@ -194,10 +218,16 @@ def test_layouts_are_told_apart(deit):
 
 # --- DINO
 
+
 @pytest.fixture(params=WRAPPINGS)
 def dino_model(request, dino, tmp_path):
-    return create(save(tmp_path, dino['param'], request.param), 'violin_dino_small', 0,
-                  pos_embed_resample='dino', dynamic_img_size=True)
+    return create(
+        save(tmp_path, dino['param'], request.param),
+        'violin_dino_small',
+        0,
+        pos_embed_resample='dino',
+        dynamic_img_size=True,
+    )
 
 
 def test_dino_features_of_two_crops_and_the_first_again(dino_model, dino, close):
@@ -215,6 +245,7 @@ def test_dino_last_attention(dino_model, dino, close, monkeypatch):
         unit = torch.eye(v.shape[2]).expand(*v.shape[:3], -1)
         maps.append(compute(q, k, unit, *args))  # values of 1 in turn: the weights themselves
         return compute(q, k, v, *args)
+
     monkeypatch.setattr(attention, 'masked_attention', spy)
     for block in dino_model.blocks:
         block.attn.fused_attn = False  # values as wide as the map

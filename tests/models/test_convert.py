@@ -1,4 +1,5 @@
 """`violin convert`: layouts in, one native file out, the same logits."""
+
 import argparse
 
 import pytest
@@ -16,9 +17,11 @@ FLAGS = ['--model', 'violin_deit_tiny', '--model-kwargs', *(f'{k}={v}' for k, v 
 @pytest.fixture
 def record(golden):
     """The authors' tensors of one recorded model, by case, without the prefix."""
+
     def read(case, name='deit_model_authors.safetensors'):
         tensors = safetensors.torch.load_file(golden(name))
         return {k.removeprefix(case): v for k, v in tensors.items() if k.startswith(case)}
+
     return read
 
 
@@ -40,7 +43,7 @@ def test_authors_logits_survive(record, case, suffix, tmp_path, capsys):
     data = record(f'{case}/')
     source, target = tmp_path / f'in{suffix}', tmp_path / f'out{suffix}'
     if suffix == '.pth':
-        torch.save({'model': parameters(data), 'args': argparse.Namespace(lr=1.)}, source)
+        torch.save({'model': parameters(data), 'args': argparse.Namespace(lr=1.0)}, source)
     else:
         safetensors.torch.save_file(parameters(data), source)
     assert run(source, target, *FLAGS) == 0
@@ -146,25 +149,29 @@ def test_interrupted_write_leaves_nothing(record, tmp_path, monkeypatch, capsys)
 
     def full(*_):
         raise OSError('no space left')
+
     monkeypatch.setattr(convert.os, 'fsync', full)
     assert run(tmp_path / 'in.pth', tmp_path / 'out.pth', *FLAGS) == 1
     assert 'no space left' in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ['in.pth']
 
 
-@pytest.mark.parametrize('flags, message', [
-    (['--model', 'violin_deit_tyny'], "model: got 'violin_deit_tyny'; choose from violin_deit3_base"),
-    (['--model', 'resnet18'], 'Violins are violin_deit3_base'),
-    (['--model', 'deit_tiny_patch16_224', *FLAGS[2:]], 'Violins are'),
-    (['--model', 'deit_tiny_patch16_224', *FLAGS[2:], 'global_pool=avg'], 'which is no Violin'),
-    ([*FLAGS, 'num_classes=9'], 'num_classes: got 9; with the classifier of this file, allowed is 10, or 0'),
-    ([*FLAGS, 'class_token=True'], 'class_token: got True'),
-    ([*FLAGS, 'embed_dim=96'], 'size mismatch'),
-    ([*FLAGS, 'depth=3'], 'missing: blocks.2'),
-    ([*FLAGS, 'curves=snake'], 'curves: got snake'),
-    ([*FLAGS, 'curvs=snake'], 'curvs'),
-    ([*FLAGS, 'snake'], "got 'snake'; a pair is needed"),
-])
+@pytest.mark.parametrize(
+    'flags, message',
+    [
+        (['--model', 'violin_deit_tyny'], "model: got 'violin_deit_tyny'; choose from violin_deit3_base"),
+        (['--model', 'resnet18'], 'Violins are violin_deit3_base'),
+        (['--model', 'deit_tiny_patch16_224', *FLAGS[2:]], 'Violins are'),
+        (['--model', 'deit_tiny_patch16_224', *FLAGS[2:], 'global_pool=avg'], 'which is no Violin'),
+        ([*FLAGS, 'num_classes=9'], 'num_classes: got 9; with the classifier of this file, allowed is 10, or 0'),
+        ([*FLAGS, 'class_token=True'], 'class_token: got True'),
+        ([*FLAGS, 'embed_dim=96'], 'size mismatch'),
+        ([*FLAGS, 'depth=3'], 'missing: blocks.2'),
+        ([*FLAGS, 'curves=snake'], 'curves: got snake'),
+        ([*FLAGS, 'curvs=snake'], 'curvs'),
+        ([*FLAGS, 'snake'], "got 'snake'; a pair is needed"),
+    ],
+)
 def test_misfits_are_named(record, flags, message, tmp_path, capsys):
     torch.save(parameters(record('cls=0|pos=1/')), tmp_path / 'in.pth')
     assert run(tmp_path / 'in.pth', tmp_path / 'out.pth', *flags) == 2
@@ -172,12 +179,15 @@ def test_misfits_are_named(record, flags, message, tmp_path, capsys):
     assert not (tmp_path / 'out.pth').exists()
 
 
-@pytest.mark.parametrize('content, message', [
-    (None, 'no such file'),
-    (b'junk', 'allowed are safetensors, and torch.save'),
-    ({'a': torch.zeros(1)}, 'a Vision Transformer with patch_embed.proj.weight is needed'),
-    ([1], 'holds a list'),
-])
+@pytest.mark.parametrize(
+    'content, message',
+    [
+        (None, 'no such file'),
+        (b'junk', 'allowed are safetensors, and torch.save'),
+        ({'a': torch.zeros(1)}, 'a Vision Transformer with patch_embed.proj.weight is needed'),
+        ([1], 'holds a list'),
+    ],
+)
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
 def test_junk_is_refused(content, message, suffix, tmp_path, capsys):
     source = tmp_path / f'in{suffix}'

@@ -1,4 +1,5 @@
 """Any grid, in any order: outputs and gradients are those of a model that was built for that grid alone."""
+
 import copy
 
 import pytest
@@ -37,7 +38,8 @@ def built_for(model, variant, size, **kwargs):
     if 'pos_embed' in state:
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens
         state['pos_embed'] = resample_abs_pos_embed(
-            state['pos_embed'], static.patch_embed.grid_size, (4, 4), num_prefix_tokens=prefix)
+            state['pos_embed'], static.patch_embed.grid_size, (4, 4), num_prefix_tokens=prefix
+        )
     static.load_state_dict(state)
     return static
 
@@ -95,8 +97,10 @@ def test_as_many_patches_in_another_shape():
     """8 x 18 and 12 x 12 in one process."""
     model = create(dynamic_img_size=True, pos_embed='none')
     wide, square = (64, 144), (96, 96)
-    expected = {size: results(built_for(model, 'violin_deit_tiny', size, pos_embed='none'), image(size))
-                for size in (wide, square)}
+    expected = {
+        size: results(built_for(model, 'violin_deit_tiny', size, pos_embed='none'), image(size))
+        for size in (wide, square)
+    }
     for size in (wide, square, wide, square):
         assert_equal(results(model, image(size)), expected[size])
     # the same tokens on the other grid are another thing
@@ -218,7 +222,8 @@ def test_meta_device_then_to_empty_then_load(variant, mask):
     for way in ('context', 'argument'):
         with torch.device('meta' if way == 'context' else 'cpu'):
             model = timm.create_model(
-                variant, **{**TINY, **kwargs}, **(dict(device='meta') if way == 'argument' else {}))
+                variant, **{**TINY, **kwargs}, **(dict(device='meta') if way == 'argument' else {})
+            )
         assert all(t.is_meta for t in model.state_dict().values())
         assert model(torch.empty(2, 3, 16, 40, device='meta')).shape == (2, 10)
         model.to_empty(device='cpu')
@@ -250,17 +255,20 @@ def shift(model):
 
 
 CHANGES = {
-    'in place': lambda m: [b.sub_(1.) for b in shift(m)],
-    'through .data': lambda m: [b.data.sub_(1.) for b in shift(m)],
+    'in place': lambda m: [b.sub_(1.0) for b in shift(m)],
+    'through .data': lambda m: [b.data.sub_(1.0) for b in shift(m)],
     'through an array': lambda m: [b.detach().numpy().__isub__(1) for b in shift(m)],
-    'one layer': lambda m: m.blocks[1].attn.decay.beta.sub_(1.),
-    'alpha': lambda m: m.blocks[0].attn.decay.alpha.mul_(2.),
-    'new parameter': lambda m: [setattr(b.attn.decay, 'beta', torch.nn.Parameter(b.attn.decay.beta - 1))
-                                for b in m.blocks],
+    'one layer': lambda m: m.blocks[1].attn.decay.beta.sub_(1.0),
+    'alpha': lambda m: m.blocks[0].attn.decay.alpha.mul_(2.0),
+    'new parameter': lambda m: [
+        setattr(b.attn.decay, 'beta', torch.nn.Parameter(b.attn.decay.beta - 1)) for b in m.blocks
+    ],
     'load_state_dict': lambda m: m.load_state_dict(
-        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}),
+        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}
+    ),
     'assigned': lambda m: m.load_state_dict(
-        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}, assign=True),
+        {k: v - 1 if k.endswith('beta') else v for k, v in m.state_dict().items()}, assign=True
+    ),
     'reset': lambda m: [b.attn.decay.set_mask_init('pretrain') for b in m.blocks],
 }
 
@@ -289,7 +297,7 @@ def test_masks_at_inference_follow_their_parameters(change, mode):
 def test_training_steps_between_validations():
     """Every validation sees the masks of the last step."""
     model = create(dynamic_img_size=True, beta_range=None, mask_init='none')
-    optimiser = torch.optim.SGD([p for n, p in model.named_parameters() if '.decay.' in n], lr=10.)
+    optimiser = torch.optim.SGD([p for n, p in model.named_parameters() if '.decay.' in n], lr=10.0)
     seen = []
     for size in (SIZES[0], SIZES[1]) * 2:
         with torch.inference_mode():
@@ -354,6 +362,7 @@ def test_dino_resampling_is_dinos(old, new, num_prefix):
     assert torch.equal(resampled[:, :num_prefix], position[:, :num_prefix])
     grid = position[:, num_prefix:].reshape(1, *old, 8).permute(0, 3, 1, 2)
     expected = torch.nn.functional.interpolate(
-        grid, scale_factor=((new[0] + 0.1) / old[0], (new[1] + 0.1) / old[1]), mode='bicubic')
+        grid, scale_factor=((new[0] + 0.1) / old[0], (new[1] + 0.1) / old[1]), mode='bicubic'
+    )
     assert expected.shape[2:] == new
     torch.testing.assert_close(resampled[:, num_prefix:], expected.permute(0, 2, 3, 1).reshape(1, -1, 8))

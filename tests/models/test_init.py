@@ -1,4 +1,5 @@
 """Initialisation: paired backbones, a stream of their own for masks, and no weight decay on them."""
+
 import math
 
 import pytest
@@ -12,9 +13,19 @@ from violin_timm.settings import MaskSettings
 
 TINY = dict(img_size=32, patch_size=8, embed_dim=48, num_heads=3, depth=3, num_classes=10)
 VARIANTS = ['violin_deit_tiny', 'violin_deit3_small', 'violin_dino_small', 'violin_pixel_tiny']
-ARMS = [dict(), dict(mask='none'), dict(alpha='none'), dict(mask='fixed'), dict(mask_init='finetune'),
-        dict(mask_init='none'), dict(geometry='manhattan'), dict(curves='snake'), dict(strategy='add_v1'),
-        dict(curve_weights='learned'), dict(alpha_std=0.)]
+ARMS = [
+    dict(),
+    dict(mask='none'),
+    dict(alpha='none'),
+    dict(mask='fixed'),
+    dict(mask_init='finetune'),
+    dict(mask_init='none'),
+    dict(geometry='manhattan'),
+    dict(curves='snake'),
+    dict(strategy='add_v1'),
+    dict(curve_weights='learned'),
+    dict(alpha_std=0.0),
+]
 
 
 def create(variant='violin_deit_tiny', seed=7, **kwargs):
@@ -47,8 +58,9 @@ def test_backbone_and_global_stream_do_not_depend_on_the_mask(variant, kwargs):
     assert_same(backbone(model), backbone(plain))
 
 
-@pytest.mark.parametrize('variant, plain', [
-    ('violin_deit_tiny', 'deit_tiny_patch16_224'), ('violin_deit3_small', 'deit3_small_patch16_224')])
+@pytest.mark.parametrize(
+    'variant, plain', [('violin_deit_tiny', 'deit_tiny_patch16_224'), ('violin_deit3_small', 'deit3_small_patch16_224')]
+)
 def test_backbone_starts_as_timms(variant, plain):
     ours = create(variant, class_token=True)
     torch.manual_seed(7)
@@ -59,6 +71,7 @@ def test_numpy_and_python_streams_are_left_alone():
     import random
 
     import numpy as np
+
     random.seed(1), np.random.seed(1)
     expected = random.random(), np.random.rand()
     random.seed(1), np.random.seed(1)
@@ -75,7 +88,7 @@ def test_arms_with_a_common_parameter_start_with_the_same_values():
 
 
 def test_seeds_layers_and_parameters_have_streams_of_their_own():
-    values = [tuple(v.flatten().tolist()) for seed in (7, 8, 2 ** 40) for v in masks(create(seed=seed)).values()]
+    values = [tuple(v.flatten().tolist()) for seed in (7, 8, 2**40) for v in masks(create(seed=seed)).values()]
     assert len(values) == 3 * 3 * 2
     assert len(set(values)) == len(values)
     everything = [x for value in values for x in value]
@@ -90,7 +103,7 @@ def test_reset_parameters_draws_the_same_again(kwargs):
     torch.rand(100)
     for block in model.blocks:
         for value in block.attn.decay.state_dict().values():
-            value.fill_(-3.)
+            value.fill_(-3.0)
         before = torch.get_rng_state()
         block.attn.decay.reset_parameters()
         assert torch.equal(torch.get_rng_state(), before)
@@ -102,7 +115,7 @@ def test_init_weights_starts_masks_anew(mode):
     model, plain = create(), create(mask='none', alpha='none')
     expected = masks(model)
     for value in model.state_dict().values():
-        value.fill_(-3.)
+        value.fill_(-3.0)
     torch.manual_seed(7)
     model.init_weights(mode)
     torch.manual_seed(7)
@@ -129,6 +142,7 @@ def test_reset_classifier_leaves_masks_alone():
 
 # --- distributions
 
+
 def draws(**settings):
     torch.manual_seed(0)
     decay = Decay(4000, MaskSettings(**settings))
@@ -148,13 +162,17 @@ def assert_normal(value, mean, std):
     assert 0.65 < ((value - mean).abs() < std).float().mean() < 0.72
 
 
-@pytest.mark.parametrize('settings, beta, alpha', [
-    ({}, (5, 9), (0, 0.5)),
-    (dict(mask_init='pretrain'), (5, 9), (0, 0.5)),
-    (dict(mask_init='finetune'), (15, 20), (1, 0.01)),
-    (dict(beta_range=(-2, 1), alpha_mean=3., alpha_std=2.), (-2, 1), (3, 2)),
-    (dict(mask_init='finetune', beta_range=(10, 11), alpha_std=0.1), (10, 11), (1, 0.1)),
-], ids=str)
+@pytest.mark.parametrize(
+    'settings, beta, alpha',
+    [
+        ({}, (5, 9), (0, 0.5)),
+        (dict(mask_init='pretrain'), (5, 9), (0, 0.5)),
+        (dict(mask_init='finetune'), (15, 20), (1, 0.01)),
+        (dict(beta_range=(-2, 1), alpha_mean=3.0, alpha_std=2.0), (-2, 1), (3, 2)),
+        (dict(mask_init='finetune', beta_range=(10, 11), alpha_std=0.1), (10, 11), (1, 0.1)),
+    ],
+    ids=str,
+)
 def test_uniform_beta_and_normal_alpha(settings, beta, alpha):
     values = draws(**settings)
     assert_uniform(values[0], *beta)
@@ -165,11 +183,11 @@ def test_no_initialisation_of_the_ablation():
     beta, alpha = draws(mask_init='none')
     assert_normal(beta, 0, 0.5)
     assert_normal(alpha, 0, 0.5)
-    assert_normal(draws(mask_init='none', beta_std=2.)[0], 0, 2)
+    assert_normal(draws(mask_init='none', beta_std=2.0)[0], 0, 2)
 
 
 def test_deviation_zero_is_the_mean_exactly():
-    assert (draws(mask_init='finetune', alpha_std=0.)[1] == 1).all()
+    assert (draws(mask_init='finetune', alpha_std=0.0)[1] == 1).all()
     assert (draws(beta_range=(6, 6))[0] == 6).all()
 
 
@@ -200,9 +218,11 @@ def test_draws_in_another_dtype_are_the_rounded_ones(dtype):
 
 # --- weight decay
 
+
 @pytest.mark.parametrize('opt', ['adamw', 'sgd', 'lamb'])
 @pytest.mark.parametrize(
-    'kwargs', [dict(), dict(curve_weights='learned'), dict(mask='none'), dict(mask='fixed')], ids=str)
+    'kwargs', [dict(), dict(curve_weights='learned'), dict(mask='none'), dict(mask='fixed')], ids=str
+)
 def test_timms_optimiser_decays_no_mask_parameter(kwargs, opt):
     model = create(class_token=True, **kwargs)
     groups = create_optimizer_v2(model, opt=opt, lr=1e-3, weight_decay=0.05).param_groups
@@ -218,13 +238,13 @@ def test_timms_optimiser_decays_no_mask_parameter(kwargs, opt):
 
 def test_layer_decay_puts_masks_with_their_block():
     model = create(curve_weights='learned', class_token=True)
-    groups = create_optimizer_v2(model, opt='adamw', lr=1., weight_decay=0.05, layer_decay=0.5).param_groups
+    groups = create_optimizer_v2(model, opt='adamw', lr=1.0, weight_decay=0.05, layer_decay=0.5).param_groups
     scale = {id(p): (group['lr_scale'], group['weight_decay']) for group in groups for p in group['params']}
     for layer, block in enumerate(model.blocks):
         expected = scale[id(block.attn.qkv.weight)][0]
         assert expected == pytest.approx(0.5 ** (len(model.blocks) - layer))
         for parameter in block.attn.decay.parameters():
-            assert scale[id(parameter)] == (expected, 0.)
+            assert scale[id(parameter)] == (expected, 0.0)
 
 
 def test_no_weight_decay_still_names_timms_own():

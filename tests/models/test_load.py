@@ -1,4 +1,5 @@
 """Weights in: timm's checkpoints and our own, through timm's own ways; and files that do not fit, refused."""
+
 import argparse
 import json
 import math
@@ -19,8 +20,9 @@ TINY = dict(img_size=32, patch_size=8, embed_dim=48, num_heads=3, depth=2)
 KINDS = {
     'deit': ('violin_deit_tiny', 'deit_tiny_patch16_224'),
     'deit3': ('violin_deit3_small', 'deit3_small_patch16_224'),
-    'dino': ('violin_dino_small', 'vit_small_patch16_224.dino')}
-NO_CHANGE = dict(alpha_std=0.)  # with the fine-tuning beta: within 1e-3 of the plain model
+    'dino': ('violin_dino_small', 'vit_small_patch16_224.dino'),
+}
+NO_CHANGE = dict(alpha_std=0.0)  # with the fine-tuning beta: within 1e-3 of the plain model
 
 
 def plain_model(kind='deit', num_classes=10, **kwargs):
@@ -49,8 +51,12 @@ def load(path, kind='deit', num_classes=10, source_classes=10, **kwargs):
     if kind == 'dino':
         num_classes = source_classes = 0
     return timm.create_model(
-        KINDS[kind][0], pretrained=True, num_classes=num_classes, **{**TINY, **kwargs},
-        pretrained_cfg_overlay=dict(file=str(path), num_classes=source_classes)).eval()
+        KINDS[kind][0],
+        pretrained=True,
+        num_classes=num_classes,
+        **{**TINY, **kwargs},
+        pretrained_cfg_overlay=dict(file=str(path), num_classes=source_classes),
+    ).eval()
 
 
 def image(size=(32, 32)):
@@ -72,6 +78,7 @@ def assert_fresh(model, mask_init='finetune'):
 
 # --- timm's plain weights
 
+
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
 @pytest.mark.parametrize('kind', KINDS)
 def test_plain_weights_give_the_plain_outputs(kind, suffix, tmp_path):
@@ -83,7 +90,8 @@ def test_plain_weights_give_the_plain_outputs(kind, suffix, tmp_path):
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert model.state_dict().keys() - plain.state_dict().keys() == {
-        f'blocks.{i}.attn.decay.{p}' for i in range(2) for p in ('beta', 'alpha')}
+        f'blocks.{i}.attn.decay.{p}' for i in range(2) for p in ('beta', 'alpha')
+    }
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -124,8 +132,13 @@ def test_other_number_of_channels(tmp_path):
 @pytest.mark.parametrize('kind', ['deit', 'deit3'])
 def test_new_head_is_drawn_and_the_rest_is_loaded(kind, class_token, source_classes, tmp_path):
     source = plain_model(kind)
-    model = load(write(tmp_path, source.state_dict()), kind, num_classes=7, source_classes=source_classes,
-                 class_token=class_token)
+    model = load(
+        write(tmp_path, source.state_dict()),
+        kind,
+        num_classes=7,
+        source_classes=source_classes,
+        class_token=class_token,
+    )
     assert model.head.weight.shape == (7, 48) and model.head.weight.std() > 0
     assert_fresh(model)
     skipped = {'head.weight', 'head.bias'} | (set() if class_token else {'cls_token', 'pos_embed'})
@@ -138,8 +151,14 @@ def test_no_head(tmp_path):
     model = load(write(tmp_path, source.state_dict()), num_classes=0, **NO_CHANGE)
     assert_within(model(image()), source.forward_head(source.forward_features(image()), pre_logits=True))
     features = timm.create_model(
-        'violin_deit_tiny', pretrained=True, features_only=True, out_indices=[0, 1], **TINY, **NO_CHANGE,
-        pretrained_cfg_overlay=dict(file=str(tmp_path / 'weights.pth'), num_classes=10)).eval()
+        'violin_deit_tiny',
+        pretrained=True,
+        features_only=True,
+        out_indices=[0, 1],
+        **TINY,
+        **NO_CHANGE,
+        pretrained_cfg_overlay=dict(file=str(tmp_path / 'weights.pth'), num_classes=10),
+    ).eval()
     expected = source.forward_intermediates(image(), indices=[0, 1], intermediates_only=True)
     for actual, feature in zip(features(image()), expected, strict=True):
         assert_within(actual, feature)
@@ -196,15 +215,19 @@ def test_position_embedding_is_dropped_where_there_is_none(kind, tmp_path):
 
 
 WRAPPINGS = {
-    'bare': lambda s: s, 'model': lambda s: {'model': s, 'epoch': 3}, 'state_dict': lambda s: {'state_dict': s},
+    'bare': lambda s: s,
+    'model': lambda s: {'model': s, 'epoch': 3},
+    'state_dict': lambda s: {'state_dict': s},
     'ema': lambda s: {'state_dict': {k: v + 1 for k, v in s.items()}, 'state_dict_ema': s},
     'ddp': lambda s: {'state_dict': {f'module.{k}': v for k, v in s.items()}},
     'compiled': lambda s: {f'_orig_mod.{k}': v for k, v in s.items()},
     'compiled ddp': lambda s: {f'module._orig_mod.{k}': v for k, v in s.items()},
     'namespace': lambda s: {'model': s, 'args': argparse.Namespace(lr=0.1)},
     'teacher': lambda s: {
-        'student': {f'module.backbone.{k}': v + 1 for k, v in s.items()}, 'args': argparse.Namespace(),
-        'teacher': {'head.mlp.0.weight': torch.ones(2, 2), **{f'backbone.{k}': v for k, v in s.items()}}},
+        'student': {f'module.backbone.{k}': v + 1 for k, v in s.items()},
+        'args': argparse.Namespace(),
+        'teacher': {'head.mlp.0.weight': torch.ones(2, 2), **{f'backbone.{k}': v for k, v in s.items()}},
+    },
 }
 
 
@@ -223,9 +246,18 @@ def test_unwrap_leaves_what_is_no_tensor():
 
 # --- which initialisation
 
-@pytest.mark.parametrize('given, beta', [
-    ({}, (15, 20)), (dict(mask_init='finetune'), (15, 20)), (dict(mask_init='pretrain'), (5, 9)),
-    (dict(beta_range=(1, 2)), (1, 2)), (dict(mask_init='pretrain', beta_range=(1, 2)), (1, 2))], ids=str)
+
+@pytest.mark.parametrize(
+    'given, beta',
+    [
+        ({}, (15, 20)),
+        (dict(mask_init='finetune'), (15, 20)),
+        (dict(mask_init='pretrain'), (5, 9)),
+        (dict(beta_range=(1, 2)), (1, 2)),
+        (dict(mask_init='pretrain', beta_range=(1, 2)), (1, 2)),
+    ],
+    ids=str,
+)
 def test_initialisation_of_fresh_masks(given, beta, tmp_path):
     model = load(write(tmp_path, plain_model().state_dict()), **given)
     for block in model.blocks:
@@ -256,9 +288,19 @@ def test_loading_for_one_seed_is_repeatable_and_paired(tmp_path):
         assert torch.equal(block.attn.decay.beta, other.attn.decay.beta)
 
 
-@pytest.mark.parametrize('settings', [
-    dict(mask='fixed'), dict(mask='fixed', alpha='none'), dict(mask='none'), dict(alpha='none'),
-    dict(curve_weights='learned'), dict(geometry='manhattan'), dict(strategy='add_v1', alpha_on='scores')], ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [
+        dict(mask='fixed'),
+        dict(mask='fixed', alpha='none'),
+        dict(mask='none'),
+        dict(alpha='none'),
+        dict(curve_weights='learned'),
+        dict(geometry='manhattan'),
+        dict(strategy='add_v1', alpha_on='scores'),
+    ],
+    ids=str,
+)
 def test_plain_weights_into_every_arm(settings, tmp_path):
     source = plain_model()
     model = load(write(tmp_path, source.state_dict()), **settings)
@@ -271,6 +313,7 @@ def test_plain_weights_into_every_arm(settings, tmp_path):
 
 # --- our own weights
 
+
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
 @pytest.mark.parametrize('class_token', [True, False])
 def test_native_weights_bring_their_masks(class_token, suffix, tmp_path):
@@ -281,13 +324,19 @@ def test_native_weights_bring_their_masks(class_token, suffix, tmp_path):
     model = load(path, class_token=class_token)
     assert torch.equal(model(image()), source(image()))
     direct = timm.create_model(
-        'violin_deit_tiny', **TINY, num_classes=10, class_token=class_token, checkpoint_path=str(path)).eval()
+        'violin_deit_tiny', **TINY, num_classes=10, class_token=class_token, checkpoint_path=str(path)
+    ).eval()
     assert torch.equal(direct(image()), source(image()))
 
 
-@pytest.mark.parametrize('source_arm, arm, fresh', [
-    (dict(alpha='none'), {}, 'alpha'), (dict(mask='none'), {}, 'beta'),
-    ({}, dict(curve_weights='learned'), 'curve_logits')])
+@pytest.mark.parametrize(
+    'source_arm, arm, fresh',
+    [
+        (dict(alpha='none'), {}, 'alpha'),
+        (dict(mask='none'), {}, 'beta'),
+        ({}, dict(curve_weights='learned'), 'curve_logits'),
+    ],
+)
 def test_kinds_of_mask_parameters_that_a_file_lacks_are_drawn(source_arm, arm, fresh, tmp_path):
     source = timm.create_model('violin_deit3_small', **TINY, num_classes=10, **source_arm)
     model = load(write(tmp_path, source.state_dict()), 'deit3', **arm)
@@ -325,9 +374,13 @@ def test_masks_of_some_layers_only_are_refused(num_classes, tmp_path):
 
 # --- files that do not fit
 
-JUNK = {'other model': {'conv1.weight': torch.ones(2, 3, 3, 3), 'fc.bias': torch.ones(4)}, 'empty': {},
-        'only a head': {'head.weight': torch.ones(10, 48), 'head.bias': torch.ones(10)},
-        'no tensors': {'epoch': 3}, 'wrapped empty': {'model': {}}}
+JUNK = {
+    'other model': {'conv1.weight': torch.ones(2, 3, 3, 3), 'fc.bias': torch.ones(4)},
+    'empty': {},
+    'only a head': {'head.weight': torch.ones(10, 48), 'head.bias': torch.ones(10)},
+    'no tensors': {'epoch': 3},
+    'wrapped empty': {'model': {}},
+}
 
 
 @pytest.mark.parametrize('num_classes, source_classes', [(10, 10), (7, 10), (7, -1), (0, 10)])
@@ -335,8 +388,9 @@ JUNK = {'other model': {'conv1.weight': torch.ones(2, 3, 3, 3), 'fc.bias': torch
 @pytest.mark.parametrize('junk', JUNK)
 def test_junk_is_refused_also_with_a_new_head(junk, class_token, num_classes, source_classes, tmp_path):
     with pytest.raises(RuntimeError, match=r'checkpoint does not fit|missing'):
-        load(write(tmp_path, JUNK[junk]), num_classes=num_classes, source_classes=source_classes,
-             class_token=class_token)
+        load(
+            write(tmp_path, JUNK[junk]), num_classes=num_classes, source_classes=source_classes, class_token=class_token
+        )
 
 
 @pytest.mark.parametrize('num_classes', [10, 7])
@@ -379,7 +433,8 @@ def test_head_too_few_is_refused_unless_it_is_new(tmp_path):
 
 @pytest.mark.parametrize('num_classes', [10, 7])
 @pytest.mark.parametrize(
-    'options', [dict(depth=3), dict(reg_tokens=2), dict(init_values=1.), dict(qk_norm=True)], ids=str)
+    'options', [dict(depth=3), dict(reg_tokens=2), dict(init_values=1.0), dict(qk_norm=True)], ids=str
+)
 def test_keys_left_over_are_refused(options, num_classes, tmp_path):
     with pytest.raises(RuntimeError, match='left over: '):
         load(write(tmp_path, plain_model(**options).state_dict()), num_classes=num_classes)
@@ -432,6 +487,7 @@ def test_plain_file_as_a_native_one_is_refused(tmp_path):
 
 # --- save_for_hf and local-dir
 
+
 def round_trip(model, folder, safe=True, **kwargs):
     save_for_hf(model, str(folder), safe_serialization=safe)
     torch.manual_seed(99)
@@ -439,12 +495,30 @@ def round_trip(model, folder, safe=True, **kwargs):
 
 
 @pytest.mark.parametrize('safe', [True, False], ids=['safetensors', 'bin'])
-@pytest.mark.parametrize('kwargs', [
-    {}, dict(class_token=True), dict(global_pool='max'), dict(class_token=True, global_pool='avg'),
-    dict(curves=['snake', 'hilbert_T']), dict(curves='peano'), dict(geometry='random', num_random=3, random_seed=4),
-    dict(mask='fixed', gamma=0.99), dict(mask='none', alpha='none'), dict(strategy='add_v1', alpha_on='scores'),
-    dict(pos_embed='none'), dict(img_size=(16, 40)), dict(in_chans=1), dict(reg_tokens=2), dict(num_classes=0),
-    dict(curve_weights='learned', beta_range=(1, 2)), dict(fc_norm=True), dict(dynamic_img_size=True)], ids=str)
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        {},
+        dict(class_token=True),
+        dict(global_pool='max'),
+        dict(class_token=True, global_pool='avg'),
+        dict(curves=['snake', 'hilbert_T']),
+        dict(curves='peano'),
+        dict(geometry='random', num_random=3, random_seed=4),
+        dict(mask='fixed', gamma=0.99),
+        dict(mask='none', alpha='none'),
+        dict(strategy='add_v1', alpha_on='scores'),
+        dict(pos_embed='none'),
+        dict(img_size=(16, 40)),
+        dict(in_chans=1),
+        dict(reg_tokens=2),
+        dict(num_classes=0),
+        dict(curve_weights='learned', beta_range=(1, 2)),
+        dict(fc_norm=True),
+        dict(dynamic_img_size=True),
+    ],
+    ids=str,
+)
 def test_local_dir_rebuilds_what_was_built(kwargs, safe, tmp_path):
     torch.manual_seed(1)
     kwargs = {**TINY, 'num_classes': 10, **kwargs}
@@ -526,8 +600,14 @@ def test_files_hold_nothing_but_tensors(tmp_path):
 
 
 def test_keys_do_not_depend_on_the_resolution():
-    keys = [{k: v.shape for k, v in timm.create_model('violin_deit_tiny', **{**TINY, 'img_size': size},
-                                                     pos_embed='none').state_dict().items()}
-            for size in (32, 64, (16, 40))]
+    keys = [
+        {
+            k: v.shape
+            for k, v in timm.create_model('violin_deit_tiny', **{**TINY, 'img_size': size}, pos_embed='none')
+            .state_dict()
+            .items()
+        }
+        for size in (32, 64, (16, 40))
+    ]
     assert keys[0] == keys[1] == keys[2]
     assert math.prod(keys[0]['blocks.0.attn.decay.beta']) == 24

@@ -1,4 +1,5 @@
 """`add_violin`: timm's Vision Transformers become Violins in place; everything else is refused and left as it was."""
+
 import copy
 
 import pytest
@@ -15,11 +16,20 @@ from violin_timm.models import ViolinVisionTransformer
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, num_heads=3, depth=2, num_classes=10)
 MODELS = {
-    'deit_tiny_patch16_224': 1, 'deit3_small_patch16_224': 1, 'vit_small_patch16_224.dino': 1,
-    'vit_small_patch14_dinov2': 1, 'vit_small_patch14_reg4_dinov2': 5, 'vit_base_patch16_clip_quickgelu_224': 1,
-    'vit_base_patch16_siglip_224': 0, 'vit_base_patch16_siglip_gap_224': 0, 'deit_tiny_distilled_patch16_224': 2,
-    'vit_base_patch16_rpn_224': 0, 'vit_tiny_patch16_224': 1, 'vit_base_patch16_gap_224': 0,
-    'vit_medium_patch16_reg4_gap_256': 4}  # and their prefix tokens
+    'deit_tiny_patch16_224': 1,
+    'deit3_small_patch16_224': 1,
+    'vit_small_patch16_224.dino': 1,
+    'vit_small_patch14_dinov2': 1,
+    'vit_small_patch14_reg4_dinov2': 5,
+    'vit_base_patch16_clip_quickgelu_224': 1,
+    'vit_base_patch16_siglip_224': 0,
+    'vit_base_patch16_siglip_gap_224': 0,
+    'deit_tiny_distilled_patch16_224': 2,
+    'vit_base_patch16_rpn_224': 0,
+    'vit_tiny_patch16_224': 1,
+    'vit_base_patch16_gap_224': 0,
+    'vit_medium_patch16_reg4_gap_256': 4,
+}  # and their prefix tokens
 
 
 def create(name, **kwargs):
@@ -29,7 +39,7 @@ def create(name, **kwargs):
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, LayerScale):
-                module.gamma.fill_(1.)
+                module.gamma.fill_(1.0)
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
     return model.eval()
@@ -45,14 +55,14 @@ def test_outputs_stay_those_of_the_plain_model(name):
     with torch.no_grad():
         expected = model(image())
         features = model.forward_features(image())
-    assert add_violin(model, alpha_std=0.) is model
+    assert add_violin(model, alpha_std=0.0) is model
     assert all(type(block.attn) is ViolinAttention for block in model.blocks)
     with torch.no_grad():
         assert (model(image()) - expected).abs().max() < 1e-3 * expected.abs().max()
         assert (model.forward_features(image()) - features).abs().max() < 1e-3 * features.abs().max()
         # attention matters, and so do masks: other betas change the outputs by far more
         for block in model.blocks:
-            block.attn.decay.beta.fill_(0.)
+            block.attn.decay.beta.fill_(0.0)
         assert (model(image()) - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
@@ -64,7 +74,7 @@ def test_mask_has_the_prefix_tokens_of_the_model(name):
     model.blocks[0].attn.decay.register_forward_hook(lambda module, args, mask: masks.append((args, mask)))
     model(image())
     if masks:  # asked for by the attention itself
-        (args, mask), = masks
+        ((args, mask),) = masks
         assert args[0].shape == (8, 16, 1) and mask.shape == (3, 16 + MODELS[name], 16 + MODELS[name])
 
 
@@ -114,7 +124,7 @@ def test_hybrid_patch_embedding():
     kwargs = dict(img_size=64, embed_dim=48, num_heads=3, depth=2, num_classes=10)
     model = timm.create_model('vit_tiny_r_s16_p8_224', **kwargs).eval()
     expected = model(image((64, 64)))
-    add_violin(model, alpha_std=0.)
+    add_violin(model, alpha_std=0.0)
     assert (model(image((64, 64))) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
@@ -125,10 +135,23 @@ def test_distilled_training_keeps_its_two_heads():
     assert isinstance(outputs, tuple) and [y.shape for y in outputs] == [(2, 10)] * 2
 
 
-@pytest.mark.parametrize('settings', [
-    dict(), dict(mask='none'), dict(alpha='none'), dict(mask='none', alpha='none'), dict(mask='fixed'),
-    dict(geometry='manhattan'), dict(curves=['snake', 'peano_T']), dict(strategy='add_after_sm'),
-    dict(mask_init='pretrain'), dict(curve_weights='learned'), dict(geometry='random', num_random=2)], ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [
+        dict(),
+        dict(mask='none'),
+        dict(alpha='none'),
+        dict(mask='none', alpha='none'),
+        dict(mask='fixed'),
+        dict(geometry='manhattan'),
+        dict(curves=['snake', 'peano_T']),
+        dict(strategy='add_after_sm'),
+        dict(mask_init='pretrain'),
+        dict(curve_weights='learned'),
+        dict(geometry='random', num_random=2),
+    ],
+    ids=str,
+)
 def test_save_and_rebuild(settings, tmp_path):
     """As documented: the same two calls, the second with `violin_settings`, and the state dict."""
     model = add_violin(create('vit_small_patch14_reg4_dinov2'), **settings)
@@ -180,7 +203,8 @@ def test_mode_dtype_hooks_and_frozen_weights_stay(training):
     assert all(module.training == training for module in model.modules())
     assert all(t.dtype == torch.float64 for t in model.state_dict().values())
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        n for n, _ in model.named_parameters() if '.decay.' in n}
+        n for n, _ in model.named_parameters() if '.decay.' in n
+    }
     model(image().double())
     assert calls == [1]
 
@@ -193,7 +217,8 @@ def test_no_weight_decay_and_layer_decay_groups(name):
     assert model.no_weight_decay() == plain | {'*.decay.*'}
     layer_of = {}
     for group in param_groups_layer_decay(
-            model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5):
+        model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
+    ):
         layer_of |= {id(p): (group['lr_scale'], group['weight_decay']) for p in group['params']}
     groups = create_optimizer_v2(model, 'adamw', lr=1e-3, weight_decay=0.05).param_groups
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
@@ -201,7 +226,7 @@ def test_no_weight_decay_and_layer_decay_groups(name):
     for block in model.blocks:
         scale = layer_of[id(block.attn.qkv.weight)][0]
         for parameter in block.attn.decay.parameters():
-            assert layer_of[id(parameter)] == (scale, 0.)
+            assert layer_of[id(parameter)] == (scale, 0.0)
             assert id(parameter) not in decayed
         assert id(block.attn.qkv.weight) in decayed
     assert layer_of[id(model.blocks[0].attn.decay.beta)][0] < layer_of[id(model.blocks[1].attn.decay.beta)][0]
@@ -212,12 +237,21 @@ def test_no_weight_decay_and_layer_decay_groups(name):
 # --- refusals
 
 OTHERS = {
-    'swin_tiny_patch4_window7_224': 'no global attention', 'resnet10t': 'no global attention over one grid',
-    'eva02_tiny_patch14_224': 'positional term of its own', 'vit_small_patch16_dinov3': 'positional term of its own',
-    'beit_base_patch16_224': 'positional term of its own', 'naflexvit_base_patch16_gap': 'grids of different shapes',
-    'vit_relpos_small_patch16_224': 'positional term of its own', 'convnext_atto': 'no global attention',
-    'cait_xxs24_224': 'not that of the Vision Transformer', 'mixer_s16_224': None, 'xcit_nano_12_p16_224': None,
-    'efficientvit_b0': None, 'pvt_v2_b0': None, 'samvit_base_patch16': None}
+    'swin_tiny_patch4_window7_224': 'no global attention',
+    'resnet10t': 'no global attention over one grid',
+    'eva02_tiny_patch14_224': 'positional term of its own',
+    'vit_small_patch16_dinov3': 'positional term of its own',
+    'beit_base_patch16_224': 'positional term of its own',
+    'naflexvit_base_patch16_gap': 'grids of different shapes',
+    'vit_relpos_small_patch16_224': 'positional term of its own',
+    'convnext_atto': 'no global attention',
+    'cait_xxs24_224': 'not that of the Vision Transformer',
+    'mixer_s16_224': None,
+    'xcit_nano_12_p16_224': None,
+    'efficientvit_b0': None,
+    'pvt_v2_b0': None,
+    'samvit_base_patch16': None,
+}
 
 
 def anatomy(model):
@@ -303,10 +337,17 @@ def test_what_is_no_model_is_refused(thing):
         add_violin(thing)
 
 
-@pytest.mark.parametrize('settings, message', [
-    (dict(curve='snake'), "curve: got 'snake', but add_violin has no such setting"),
-    (dict(curves='hilbrt'), 'hilbrt'), (dict(mask='lerned'), "mask: got 'lerned'"),
-    (dict(mask='none', curves='snake'), 'curves: got'), (dict(beta_std=1.), 'beta_std: got')], ids=str)
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(curve='snake'), "curve: got 'snake', but add_violin has no such setting"),
+        (dict(curves='hilbrt'), 'hilbrt'),
+        (dict(mask='lerned'), "mask: got 'lerned'"),
+        (dict(mask='none', curves='snake'), 'curves: got'),
+        (dict(beta_std=1.0), 'beta_std: got'),
+    ],
+    ids=str,
+)
 def test_settings_are_checked_before_the_model_is_touched(settings, message):
     assert message in refused(create('deit_tiny_patch16_224'), ValueError, **settings)
 

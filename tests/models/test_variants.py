@@ -1,4 +1,5 @@
 """Every registered variant: sizes, weights it points to, default pooling, and timm's own model with the mask off."""
+
 import functools
 
 import pytest
@@ -13,8 +14,10 @@ TAGGED = timm.list_pretrained('violin*')
 TINY = dict(img_size=32, patch_size=8, embed_dim=48, num_heads=3, depth=2, num_classes=10)
 OFF = dict(mask='none', alpha='none')
 PLAIN = {
-    'violin_deit_tiny': 'deit_tiny_patch16_224', 'violin_deit3_small': 'deit3_small_patch16_224',
-    'violin_dino_small': 'vit_small_patch16_224.dino'}
+    'violin_deit_tiny': 'deit_tiny_patch16_224',
+    'violin_deit3_small': 'deit3_small_patch16_224',
+    'violin_dino_small': 'vit_small_patch16_224.dino',
+}
 
 
 @functools.cache
@@ -28,9 +31,20 @@ def count(model):
 
 
 def test_the_variants_are_registered():
-    assert {'violin_deit_tiny', 'violin_deit_small', 'violin_deit_base', 'violin_deit3_small', 'violin_deit3_base',
-            'violin_deit3_large', 'violin_deit3_huge', 'violin_dino_small', 'violin_dino_small_patch8',
-            'violin_dino_base', 'violin_dino_base_patch8', 'violin_pixel_tiny'} <= set(VARIANTS)
+    assert {
+        'violin_deit_tiny',
+        'violin_deit_small',
+        'violin_deit_base',
+        'violin_deit3_small',
+        'violin_deit3_base',
+        'violin_deit3_large',
+        'violin_deit3_huge',
+        'violin_dino_small',
+        'violin_dino_small_patch8',
+        'violin_dino_base',
+        'violin_dino_base_patch8',
+        'violin_pixel_tiny',
+    } <= set(VARIANTS)
 
 
 @pytest.mark.parametrize('name', VARIANTS)
@@ -57,12 +71,18 @@ def test_forward_at_native_size_has_the_right_shapes(name):
     y = model(torch.empty(1, model.in_chans, *size, device='meta'))
     assert y.shape == (1, model.num_classes or model.num_features)
     assert model.patch_embed.grid_size == {
-        'violin_deit3_huge': (16, 16), 'violin_dino_small_patch8': (28, 28), 'violin_dino_base_patch8': (28, 28),
-        'violin_pixel_tiny': (32, 32), 'violin_pixel_nano': (8, 8)}.get(name, (14, 14))
+        'violin_deit3_huge': (16, 16),
+        'violin_dino_small_patch8': (28, 28),
+        'violin_dino_base_patch8': (28, 28),
+        'violin_pixel_tiny': (32, 32),
+        'violin_pixel_nano': (8, 8),
+    }.get(name, (14, 14))
 
 
-@pytest.mark.parametrize('name, expected', [
-    ('violin_deit_tiny', 5_717_356), ('violin_deit_small', 22_050_544), ('violin_deit_base', 86_567_416)])
+@pytest.mark.parametrize(
+    'name, expected',
+    [('violin_deit_tiny', 5_717_356), ('violin_deit_small', 22_050_544), ('violin_deit_base', 86_567_416)],
+)
 def test_parameters_as_the_authors_count_them(name, expected):
     assert count(on_meta(name)) == expected
 
@@ -77,6 +97,7 @@ def test_mask_adds_layers_x_heads_x_curves_plus_one(name):
 
 
 # --- pretrained weights
+
 
 def plain_name(cfg):
     return cfg.hf_hub_id.removeprefix('timm/')
@@ -115,6 +136,7 @@ def test_shapes_are_those_of_timms_plain_model(name):
 
 # --- class token or GAP
 
+
 @pytest.mark.parametrize('name', VARIANTS)
 def test_default_pooling(name):
     model = on_meta(name)
@@ -125,12 +147,20 @@ def test_default_pooling(name):
 
 
 @pytest.mark.parametrize('name', ['violin_deit_tiny', 'violin_deit3_small', 'violin_dino_small', 'violin_pixel_tiny'])
-@pytest.mark.parametrize('given, class_token, pool', [
-    (dict(class_token=True), True, 'token'), (dict(class_token=False), False, 'avg'),
-    (dict(global_pool='token'), True, 'token'), (dict(global_pool='avg'), False, 'avg'),
-    (dict(global_pool='max'), False, 'max'), (dict(class_token=True, global_pool='avg'), True, 'avg'),
-    (dict(class_token=False, global_pool='max'), False, 'max'),
-    (dict(class_token=True, global_pool=''), True, ''), (dict(class_token=False, global_pool=''), False, '')])
+@pytest.mark.parametrize(
+    'given, class_token, pool',
+    [
+        (dict(class_token=True), True, 'token'),
+        (dict(class_token=False), False, 'avg'),
+        (dict(global_pool='token'), True, 'token'),
+        (dict(global_pool='avg'), False, 'avg'),
+        (dict(global_pool='max'), False, 'max'),
+        (dict(class_token=True, global_pool='avg'), True, 'avg'),
+        (dict(class_token=False, global_pool='max'), False, 'max'),
+        (dict(class_token=True, global_pool=''), True, ''),
+        (dict(class_token=False, global_pool=''), False, ''),
+    ],
+)
 def test_class_token_is_the_switch(name, given, class_token, pool):
     model = timm.create_model(name, **TINY, **given)
     assert model.has_class_token == (model.cls_token is not None) == class_token
@@ -148,15 +178,41 @@ def test_token_pooling_without_a_token_is_refused(name):
 
 # --- what can be asked for, and what is refused
 
-@pytest.mark.parametrize('kwargs', [
-    dict(pos_embed='none'), dict(curves='snake,hilbert_T'), dict(curves=['peano']), dict(geometry='manhattan'),
-    dict(geometry='random', num_random=2), dict(mask='fixed'), dict(mask='none'), dict(alpha='none'),
-    dict(strategy='add_after_sm'), dict(alpha_on='scores'), dict(curve_weights='learned'), dict(in_chans=1),
-    dict(num_classes=0), dict(dynamic_img_size=True), dict(reg_tokens=3), dict(drop_path_rate=0.2),
-    dict(class_token=True, reg_tokens=2, no_embed_class=True), dict(init_values=0.1), dict(qk_norm=True),
-    dict(pre_norm=True), dict(global_pool='map'), dict(mask_init='finetune'), dict(img_size=(16, 40)),
-    dict(pos_embed='none', class_token=True), dict(fc_norm=True), dict(mask='none', patch_drop_rate=0.5),
-    dict(weight_init='jax'), dict(pos_embed_resample='dino', dynamic_img_size=True)], ids=str)
+
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(pos_embed='none'),
+        dict(curves='snake,hilbert_T'),
+        dict(curves=['peano']),
+        dict(geometry='manhattan'),
+        dict(geometry='random', num_random=2),
+        dict(mask='fixed'),
+        dict(mask='none'),
+        dict(alpha='none'),
+        dict(strategy='add_after_sm'),
+        dict(alpha_on='scores'),
+        dict(curve_weights='learned'),
+        dict(in_chans=1),
+        dict(num_classes=0),
+        dict(dynamic_img_size=True),
+        dict(reg_tokens=3),
+        dict(drop_path_rate=0.2),
+        dict(class_token=True, reg_tokens=2, no_embed_class=True),
+        dict(init_values=0.1),
+        dict(qk_norm=True),
+        dict(pre_norm=True),
+        dict(global_pool='map'),
+        dict(mask_init='finetune'),
+        dict(img_size=(16, 40)),
+        dict(pos_embed='none', class_token=True),
+        dict(fc_norm=True),
+        dict(mask='none', patch_drop_rate=0.5),
+        dict(weight_init='jax'),
+        dict(pos_embed_resample='dino', dynamic_img_size=True),
+    ],
+    ids=str,
+)
 def test_argument_works_through_create_model(kwargs):
     kwargs = {**TINY, **kwargs}
     model = timm.create_model('violin_deit_tiny', **kwargs)
@@ -175,24 +231,29 @@ def test_argument_works_through_create_model(kwargs):
     assert (model.pos_embed is None) == (kwargs.get('pos_embed') == 'none')
 
 
-@pytest.mark.parametrize('kwargs, error, message', [
-    (dict(curves='hilbrt'), ValueError, 'hilbrt'),
-    (dict(mask='lerned'), ValueError, "mask: got 'lerned'"),
-    (dict(strategy='mul'), ValueError, "strategy: got 'mul'"),
-    (dict(mask='none', curves='snake'), ValueError, 'curves: got'),
-    (dict(patch_drop_rate=0.5), ValueError, r'patch_drop_rate: got 0\.5'),
-    (dict(attn_layer=torch.nn.Identity), ValueError, 'attn_layer: got'),
-    (dict(block_fn=torch.nn.Identity), ValueError, 'block_fn: got'),
-    (dict(pos_embed_resample='bicubic'), ValueError, "pos_embed_resample: got 'bicubic'; choose from timm, dino"),
-    (dict(curve='snake'), TypeError, 'curve'),
-    (dict(mask_ratio=0.5), TypeError, 'mask_ratio'),
-], ids=str)
+@pytest.mark.parametrize(
+    'kwargs, error, message',
+    [
+        (dict(curves='hilbrt'), ValueError, 'hilbrt'),
+        (dict(mask='lerned'), ValueError, "mask: got 'lerned'"),
+        (dict(strategy='mul'), ValueError, "strategy: got 'mul'"),
+        (dict(mask='none', curves='snake'), ValueError, 'curves: got'),
+        (dict(patch_drop_rate=0.5), ValueError, r'patch_drop_rate: got 0\.5'),
+        (dict(attn_layer=torch.nn.Identity), ValueError, 'attn_layer: got'),
+        (dict(block_fn=torch.nn.Identity), ValueError, 'block_fn: got'),
+        (dict(pos_embed_resample='bicubic'), ValueError, "pos_embed_resample: got 'bicubic'; choose from timm, dino"),
+        (dict(curve='snake'), TypeError, 'curve'),
+        (dict(mask_ratio=0.5), TypeError, 'mask_ratio'),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_honoured_is_refused_by_name(kwargs, error, message):
     with pytest.raises(error, match=message):
         timm.create_model('violin_deit_tiny', **TINY, **kwargs)
 
 
 # --- with the mask off, timm's own model
+
 
 @pytest.fixture(params=[False, True], ids=['unfused', 'fused'])
 def fused(request):
@@ -229,9 +290,21 @@ def assert_same_bits(ours, theirs):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize('kwargs', [
-    {}, dict(reg_tokens=2), dict(qk_norm=True), dict(pos_embed='none'), dict(num_classes=0), dict(in_chans=1),
-    dict(dynamic_img_size=True), dict(no_embed_class=True), dict(init_values=0.5)], ids=str)
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        {},
+        dict(reg_tokens=2),
+        dict(qk_norm=True),
+        dict(pos_embed='none'),
+        dict(num_classes=0),
+        dict(in_chans=1),
+        dict(dynamic_img_size=True),
+        dict(no_embed_class=True),
+        dict(init_values=0.5),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize('name', PLAIN)
 def test_equals_timms_own_model_to_the_last_bit(name, kwargs, fused):
     ours, plain = pair(name, class_token=True, **kwargs)
@@ -250,8 +323,14 @@ def test_gap_equals_timms_own_model_to_the_last_bit(fused):
 
 @pytest.mark.parametrize('checkpointing', [False, True])
 def test_training_with_every_dropout_equals_timms_to_the_last_bit(checkpointing):
-    rates = dict(drop_path_rate=0.3, attn_drop_rate=0.2, proj_drop_rate=0.2, drop_rate=0.2, pos_drop_rate=0.2,
-                 patch_drop_rate=0.25)
+    rates = dict(
+        drop_path_rate=0.3,
+        attn_drop_rate=0.2,
+        proj_drop_rate=0.2,
+        drop_rate=0.2,
+        pos_drop_rate=0.2,
+        patch_drop_rate=0.25,
+    )
     ours, plain = pair('violin_deit_tiny', class_token=True, **rates)
     for model in (ours, plain):
         model.train().set_grad_checkpointing(checkpointing)
@@ -259,17 +338,24 @@ def test_training_with_every_dropout_equals_timms_to_the_last_bit(checkpointing)
     assert_same_bits(run(ours, image, seed=5), run(plain, image, seed=5))
 
 
-@pytest.mark.parametrize('mask', [
-    torch.ones(17, 17, dtype=torch.bool).tril(), torch.linspace(-2, 2, 17 * 17).view(17, 17)], ids=['boolean', 'added'])
+@pytest.mark.parametrize(
+    'mask',
+    [torch.ones(17, 17, dtype=torch.bool).tril(), torch.linspace(-2, 2, 17 * 17).view(17, 17)],
+    ids=['boolean', 'added'],
+)
 def test_features_and_attention_masks_equal_timms(mask):
     ours, plain = pair('violin_deit3_small')
     image = torch.randn(2, 3, 32, 32)
     assert torch.equal(ours.forward_features(image, attn_mask=mask), plain.forward_features(image, attn_mask=mask))
     assert torch.equal(ours.forward_features(image, is_causal=True), plain.forward_features(image, is_causal=True))
     for options in (
-            dict(), dict(indices=1, norm=True), dict(indices=[0], stop_early=True, intermediates_only=True),
-            dict(return_prefix_tokens=True, output_fmt='NLC'), dict(output_dict=True, return_prefix_tokens=True),
-            dict(attn_mask=mask)):
+        dict(),
+        dict(indices=1, norm=True),
+        dict(indices=[0], stop_early=True, intermediates_only=True),
+        dict(return_prefix_tokens=True, output_fmt='NLC'),
+        dict(output_dict=True, return_prefix_tokens=True),
+        dict(attn_mask=mask),
+    ):
         results = [model.forward_intermediates(image, **options) for model in (ours, plain)]
         flat = [torch.utils._pytree.tree_flatten(result) for result in results]
         assert flat[0][1] == flat[1][1], options

@@ -1,4 +1,5 @@
 """Figures: what is on them, for every kind of mask, and the command that writes them."""
+
 import itertools
 import subprocess
 import sys
@@ -35,20 +36,23 @@ def size(path):
 
 
 # panels and colour bars: curves, masks, alpha, half-lives, weights
-@pytest.mark.parametrize('kwargs, axes', [
-    ({}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
-    ({'alpha': 'none'}, (8 + 1) + (2 + 1) + (2 + 1)),
-    ({'curves': 'hilbert'}, (1 + 1) + (2 + 1) + (1 + 1) + (1 + 1)),
-    ({'curves': 'hilbert,manhattan'}, (2 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
-    ({'geometry': 'manhattan'}, (1 + 1) + (2 + 1) + (1 + 1) + (1 + 1)),
-    ({'geometry': 'random', 'num_random': 10}, (10 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
-    ({'mask': 'fixed'}, (8 + 1) + (2 + 1) + (1 + 1)),
-    ({'mask': 'none'}, 1 + 1),
-    ({'mask': 'none', 'alpha': 'none'}, 0),
-    ({'curve_weights': 'learned'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1) + (2 + 1)),
-    ({'mask_init': 'finetune'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
-    ({'class_token': True, 'strategy': 'add_v1'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
-])
+@pytest.mark.parametrize(
+    'kwargs, axes',
+    [
+        ({}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
+        ({'alpha': 'none'}, (8 + 1) + (2 + 1) + (2 + 1)),
+        ({'curves': 'hilbert'}, (1 + 1) + (2 + 1) + (1 + 1) + (1 + 1)),
+        ({'curves': 'hilbert,manhattan'}, (2 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
+        ({'geometry': 'manhattan'}, (1 + 1) + (2 + 1) + (1 + 1) + (1 + 1)),
+        ({'geometry': 'random', 'num_random': 10}, (10 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
+        ({'mask': 'fixed'}, (8 + 1) + (2 + 1) + (1 + 1)),
+        ({'mask': 'none'}, 1 + 1),
+        ({'mask': 'none', 'alpha': 'none'}, 0),
+        ({'curve_weights': 'learned'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1) + (2 + 1)),
+        ({'mask_init': 'finetune'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
+        ({'class_token': True, 'strategy': 'add_v1'}, (8 + 1) + (2 + 1) + (1 + 1) + (2 + 1)),
+    ],
+)
 def test_every_kind_of_mask_has_its_panels(kwargs, axes):
     net = model(**kwargs)
     figure = draw_figure(net)
@@ -72,8 +76,11 @@ def test_file_is_a_picture_of_the_right_size(kwargs, most, tmp_path):
 def test_no_text_overlaps_another():
     figure = draw_figure(model(num_heads=4, depth=4))
     figure.draw_without_rendering()
-    boxes = [(text.get_text(), text.get_window_extent()) for text in figure.findobj(match=text_class)
-             if text.get_visible() and text.get_text().strip()]
+    boxes = [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(match=text_class)
+        if text.get_visible() and text.get_text().strip()
+    ]
     assert len(boxes) > 100
     for (first, a), (second, b) in itertools.combinations(boxes, 2):
         assert not a.overlaps(b), (first, second)
@@ -91,8 +98,8 @@ def test_any_grid(height, width):
 def test_values_are_those_of_the_model():
     net = model()
     with torch.no_grad():
-        net.blocks[1].attn.decay.beta.fill_(0.)  # gamma 1/2: one step
-        net.blocks[1].attn.decay.beta[1, 3] = 800.  # gamma 1, as near as float64 can say
+        net.blocks[1].attn.decay.beta.fill_(0.0)  # gamma 1/2: one step
+        net.blocks[1].attn.decay.beta[1, 3] = 800.0  # gamma 1, as near as float64 can say
     lives = masks.half_lives(net)
     assert lives.shape == (2, 2, 8) and np.isclose(lives[1, 0], 1).all() and 1e299 < lives[1, 1, 3] < np.inf
     seen = masks.mean_masks(net, 4, 4)
@@ -132,20 +139,31 @@ def test_manhattan_is_drawn_as_distance():
 
 def test_mask_is_drawn_with_its_patch():
     ax = Figure().subplots()
-    drawn = draw_mask(ax, np.eye(3, 4), centre=(1, 2), vmin=0.)
-    assert drawn.get_array().shape == (3, 4) and drawn.get_clim()[0] == 0.
+    drawn = draw_mask(ax, np.eye(3, 4), centre=(1, 2), vmin=0.0)
+    assert drawn.get_array().shape == (3, 4) and drawn.get_clim()[0] == 0.0
     assert ax.patches[0].get_xy() == (1.5, 0.5)
 
 
-@pytest.mark.parametrize('value, text', [
-    (1.04, '1'), (7.14, '7.1'), (142.3, '142'), (999., '999'), (3140., '3.1k'), (45e6, '45M'), (3.2e8, '320M'),
-    (5e9, '5G'), (6.9e299, '7e299')])
+@pytest.mark.parametrize(
+    'value, text',
+    [
+        (1.04, '1'),
+        (7.14, '7.1'),
+        (142.3, '142'),
+        (999.0, '999'),
+        (3140.0, '3.1k'),
+        (45e6, '45M'),
+        (3.2e8, '320M'),
+        (5e9, '5G'),
+        (6.9e299, '7e299'),
+    ],
+)
 def test_half_lives_are_short(value, text):
     assert masks._short(value) == text
 
 
 def test_no_global_state_and_nothing_imported_early(tmp_path):
-    code = '''
+    code = """
 import sys, timm, violin_timm.viz, violin_timm.viz.command
 assert 'matplotlib' not in sys.modules
 model = timm.create_model('violin_pixel_nano', img_size=4, embed_dim=16, depth=1)
@@ -159,7 +177,7 @@ except ImportError as error:
     assert 'violin-timm[viz]' in str(error)
 else:
     raise SystemExit('no error')
-'''
+"""
     subprocess.run([sys.executable, '-c', code, str(tmp_path / 'figure.png')], check=True)
 
 
@@ -178,8 +196,14 @@ def test_command_draws_initial_values(tmp_path, capsys):
 @pytest.mark.parametrize('kind', ['train', 'convert'])
 def test_command_rebuilds_the_model_of_a_checkpoint(kind, tmp_path, monkeypatch):
     net = model(curves='hilbert,peano', num_classes=3)
-    args = {'model': 'violin_pixel_nano', 'img_size': 8, 'in_chans': None, 'input_size': None, 'gp': None,
-            'model_kwargs': {**{k: v for k, v in TINY.items() if k != 'img_size'}, 'curves': 'hilbert,peano'}}
+    args = {
+        'model': 'violin_pixel_nano',
+        'img_size': 8,
+        'in_chans': None,
+        'input_size': None,
+        'gp': None,
+        'model_kwargs': {**{k: v for k, v in TINY.items() if k != 'img_size'}, 'curves': 'hilbert,peano'},
+    }
     path = tmp_path / 'last.pth.tar'
     torch.save({'arch': 'violin_pixel_nano', 'args': args, 'state_dict': net.state_dict()}, path)
     if kind == 'convert':
@@ -194,13 +218,16 @@ def test_command_rebuilds_the_model_of_a_checkpoint(kind, tmp_path, monkeypatch)
     assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize('flags, message', [
-    ([], 'model: got none'),
-    (['--model', 'violin_pixel_nan'], "model: got 'violin_pixel_nan'; choose from"),
-    (['--model', 'violin_pixel_nano', '--height', 0], 'height: got 0'),
-    (['--model', 'violin_pixel_nano', '--model-kwargs', 'curves=hilbrt'], 'hilbrt'),
-    (['--checkpoint', 'nowhere.pth'], "checkpoint: got 'nowhere.pth'; no such file"),
-])
+@pytest.mark.parametrize(
+    'flags, message',
+    [
+        ([], 'model: got none'),
+        (['--model', 'violin_pixel_nan'], "model: got 'violin_pixel_nan'; choose from"),
+        (['--model', 'violin_pixel_nano', '--height', 0], 'height: got 0'),
+        (['--model', 'violin_pixel_nano', '--model-kwargs', 'curves=hilbrt'], 'hilbrt'),
+        (['--checkpoint', 'nowhere.pth'], "checkpoint: got 'nowhere.pth'; no such file"),
+    ],
+)
 def test_bad_arguments(flags, message, tmp_path, capsys):
     assert run(*flags, '--output', tmp_path / 'figure.png') == 2
     assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ A mask on the logits, under timm's switch and with neither `attn_mask` nor dropo
 
 Everything else, and whatever is traced or exported, is `eager`.
 """
+
 from typing import Optional
 
 import torch
@@ -22,17 +23,17 @@ _is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compil
 
 
 def masked_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        operation: str,
-        after_softmax: bool,
-        attn_mask: Optional[torch.Tensor] = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.,
-        fused: bool = True,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    operation: str,
+    after_softmax: bool,
+    attn_mask: Optional[torch.Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    fused: bool = True,
 ) -> torch.Tensor:
     """Attention whose scores meet a mask, by the backend that fits; the arguments are those of `eager_attention`.
 
@@ -40,25 +41,24 @@ def masked_attention(
         fused: timm's switch (``TIMM_FUSED_ATTN``, ``set_fused_attn``); False computes in plain operations.
     """
     if torch.jit.is_scripting():
-        return eager_attention(
-            q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)
+        return eager_attention(q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)
     else:
         return _choose(q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p, fused)
 
 
 @torch.jit.unused
 def _choose(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        operation: str,
-        after_softmax: bool,
-        attn_mask: Optional[torch.Tensor],
-        is_causal: bool,
-        dropout_p: float,
-        fused: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    operation: str,
+    after_softmax: bool,
+    attn_mask: Optional[torch.Tensor],
+    is_causal: bool,
+    dropout_p: float,
+    fused: bool,
 ) -> torch.Tensor:
     # exporters and tracers see through plain operations alone
     exporting = _is_exporting()
@@ -70,5 +70,4 @@ def _choose(
             return flex_attention(q, k, v, mask, scale, operation)
         if q.device.type == 'cpu' and not compiling:
             return sliced_attention(q, k, v, mask, scale, operation)
-    return eager_attention(
-        q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)
+    return eager_attention(q, k, v, mask, scale, operation, after_softmax, attn_mask, is_causal, dropout_p)

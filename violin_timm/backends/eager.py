@@ -1,4 +1,5 @@
 """Masked attention in plain operations, for every strategy: the oracle of all other backends."""
+
 from typing import Optional
 
 import torch
@@ -10,16 +11,16 @@ __all__ = ['eager_attention']
 
 
 def eager_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        operation: str,
-        after_softmax: bool,
-        attn_mask: Optional[torch.Tensor] = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    operation: str,
+    after_softmax: bool,
+    attn_mask: Optional[torch.Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Attention whose scores, or probabilities, meet a mask.
 
@@ -51,5 +52,5 @@ def eager_attention(
         if bias is not None:
             mask = mask * (bias > float('-inf'))  # a key that was cut stays cut
         weights = combine(operation, weights, mask)
-    weights = torch.dropout(weights, dropout_p, dropout_p > 0.)
+    weights = torch.dropout(weights, dropout_p, dropout_p > 0.0)
     return weights.to(v.dtype) @ v

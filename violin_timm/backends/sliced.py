@@ -4,6 +4,7 @@ Logits of a few images, or a few rows of one image, are computed, masked, normal
 one buffer that the next slice reuses. Training keeps inputs, mask and output only, and computes the logits again in the
 backward, as fused attention does: memory does not grow with the square of the sequence for every image and layer.
 """
+
 from typing import Iterator, Tuple
 
 import torch
@@ -11,16 +12,16 @@ import torch
 __all__ = ['OPERATIONS', 'sliced_attention']
 
 OPERATIONS = ('mul', 'mul_one_plus', 'add')
-SLICE_BYTES = 4 * 2 ** 20  # of logits in flight: about what second-level caches hold
+SLICE_BYTES = 4 * 2**20  # of logits in flight: about what second-level caches hold
 
 
 def sliced_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    operation: str,
 ) -> torch.Tensor:
     """Attention with a mask on its logits; the arguments are those of `eager.eager_attention`.
 
@@ -28,7 +29,7 @@ def sliced_attention(
         ``[B, H, L, D]``, in memory ``[B, L, H, D]``, so that heads merge without a copy.
     """
     if operation == 'mul_one_plus':
-        mask, operation = mask + 1., 'mul'
+        mask, operation = mask + 1.0, 'mul'
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, mask)):
         return _SlicedAttention.apply(q, k, v, mask, scale, operation == 'add')
     return _forward(q, k, v, mask, scale, operation == 'add')
@@ -59,7 +60,7 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, buffer: torch.Tensor) -> torch.Tensor:
     """Scaled scores ``[G, R, L]`` of ``q [G, R, D]`` and ``k [G, L, D]``, in the buffer and its dtype."""
     shape = (len(q), q.shape[1], k.shape[1])
-    out = buffer[:shape[0] * shape[1] * shape[2]].view(shape)
+    out = buffer[: shape[0] * shape[1] * shape[2]].view(shape)
     if q.dtype == out.dtype:
         return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
     return out.copy_(torch.bmm(q * scale, k.transpose(1, 2)))
@@ -107,14 +108,16 @@ class _SlicedAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             scores_room, weights_room, grads_room = (_buffer(q, mask) for _ in range(3))
             for images, rows in _slices(q, mask.itemsize):
-                q_, k_, v_, grad_ = (_fold(t) for t in (q[images, :, rows], k[images], v[images], grad[images, :, rows]))
+                q_, k_, v_, grad_ = (
+                    _fold(t) for t in (q[images, :, rows], k[images], v[images], grad[images, :, rows])
+                )
                 scores = _scores(q_, k_, scale, scores_room)
-                weights = weights_room[:scores.numel()].view_as(scores)
+                weights = weights_room[: scores.numel()].view_as(scores)
                 weights = _meet(weights.copy_(scores), mask[:, rows], add)
                 torch.softmax(weights, -1, out=weights)
                 grad_v[images] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_).view(-1, H, *v.shape[2:])
                 # through the softmax: dS = P * (dP - rowsum(dO * O))
-                grads = _scores(grad_, v_, 1., grads_room)
+                grads = _scores(grad_, v_, 1.0, grads_room)
                 grads.sub_(_fold(delta[images, :, rows])).mul_(weights)
                 by_image = grads.view(-1, *mask[:, rows].shape)
                 if grad_mask is not None:

@@ -7,6 +7,7 @@ On seeded Q, K and V, the layer is compared with a reference written pair by pai
 (section 3): ranks from `curve_order`, then ``mean_c gamma ** |rank_i - rank_j|``, then the softmax. It shares no code
 with the masks and backends it judges.
 """
+
 import argparse
 import sys
 from typing import Dict, List, NamedTuple, Optional, Tuple
@@ -30,6 +31,7 @@ BATCH = 2
 
 class Line(NamedTuple):
     """One line of the report."""
+
     name: str
     good: bool
     text: str
@@ -41,18 +43,17 @@ def reference_mask(beta: np.ndarray, height: int, width: int, num_prefix: int) -
     for c, name in enumerate(CURVES):
         for step, patch in enumerate(curve_order(name, height, width).tolist()):
             ranks[c, patch] = step
-    gamma = 1. / (1. + np.exp(-beta))
+    gamma = 1.0 / (1.0 + np.exp(-beta))
     length = num_prefix + height * width
     mask = np.ones((len(beta), length, length))
     for i in range(height * width):
         for j in range(height * width):
             distance = np.abs(ranks[:, i] - ranks[:, j])
-            mask[:, num_prefix + i, num_prefix + j] = (gamma ** distance).sum(1) / len(CURVES)
+            mask[:, num_prefix + i, num_prefix + j] = (gamma**distance).sum(1) / len(CURVES)
     return mask
 
 
-def reference_attention(
-        q: np.ndarray, k: np.ndarray, v: np.ndarray, alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def reference_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """``softmax(alpha * (Q K^T / sqrt(D)) * M) V`` for ``[B, H, L, D]``, alpha ``[H]`` and M ``[H, L, L]``."""
     out = np.empty_like(v)
     for b in range(q.shape[0]):
@@ -64,13 +65,13 @@ def reference_attention(
 
 
 def check(
-        height: int = 14,
-        width: int = 14,
-        heads: int = 6,
-        head_dim: int = 64,
-        class_token: bool = False,
-        seed: int = 0,
-        device: str = 'cpu',
+    height: int = 14,
+    width: int = 14,
+    heads: int = 6,
+    head_dim: int = 64,
+    class_token: bool = False,
+    seed: int = 0,
+    device: str = 'cpu',
 ) -> List[Line]:
     """Compare one layer with the reference.
 
@@ -108,15 +109,24 @@ def check(
     return [
         _device_line(out),
         Line('output', out.shape == wanted.shape, f'shape {list(out.shape)}'),
-        Line('parameters', added == heads * (len(CURVES) + 1),
-             f'{added} added a layer; {heads} heads x ({len(CURVES)} curves + 1) are due'),
+        Line(
+            'parameters',
+            added == heads * (len(CURVES) + 1),
+            f'{added} added a layer; {heads} heads x ({len(CURVES)} curves + 1) are due',
+        ),
         _agreement('agreement', _numpy(out), wanted),
         _agreement('mask agreement', _numpy(mask), wanted_mask),
         *_structure(mask, prefix),
-        _gradient('gradient of beta', layer.decay.beta,
-                  inactive='one patch: all distances are 0' if height * width == 1 else ''),
-        _gradient('gradient of alpha', layer.decay.alpha,
-                  inactive='one token: a softmax over one key is 1' if prefix + height * width == 1 else ''),
+        _gradient(
+            'gradient of beta',
+            layer.decay.beta,
+            inactive='one patch: all distances are 0' if height * width == 1 else '',
+        ),
+        _gradient(
+            'gradient of alpha',
+            layer.decay.alpha,
+            inactive='one token: a softmax over one key is 1' if prefix + height * width == 1 else '',
+        ),
     ]
 
 
@@ -136,20 +146,24 @@ def _agreement(name: str, got: np.ndarray, wanted: np.ndarray) -> Line:
         return Line(name, False, f'shape {list(got.shape)}; the reference has {list(wanted.shape)}')
     difference = np.abs(got - wanted).max()
     relative = difference / np.abs(wanted).max()
-    return Line(name, bool(relative <= TOLERANCE),
-                f'max difference {difference:.1e}, relative {relative:.1e} (allowed {TOLERANCE:.0e})')
+    return Line(
+        name,
+        bool(relative <= TOLERANCE),
+        f'max difference {difference:.1e}, relative {relative:.1e} (allowed {TOLERANCE:.0e})',
+    )
 
 
 def _structure(mask: torch.Tensor, prefix: int) -> Tuple[Line, ...]:
     asymmetry = (mask - mask.mT).abs().max().item()
-    diagonal = (mask.diagonal(dim1=1, dim2=2) - 1.).abs().max().item()
+    diagonal = (mask.diagonal(dim1=1, dim2=2) - 1.0).abs().max().item()
     lines = (
         Line('mask symmetry', asymmetry <= 1e-6, f'max |M - M^T| = {asymmetry:.1e}'),
-        Line('mask diagonal', diagonal <= 1e-6, f'max |M_ii - 1| = {diagonal:.1e}'))
+        Line('mask diagonal', diagonal <= 1e-6, f'max |M_ii - 1| = {diagonal:.1e}'),
+    )
     if not prefix:
         return lines
-    token = (mask[:, 0] - 1.).abs().max().item()
-    return *lines, Line('class token row', token == 0., f'max |M_0j - 1| = {token:.1e}')
+    token = (mask[:, 0] - 1.0).abs().max().item()
+    return *lines, Line('class token row', token == 0.0, f'max |M_0j - 1| = {token:.1e}')
 
 
 def _gradient(name: str, parameter: nn.Parameter, inactive: str) -> Line:
@@ -160,7 +174,7 @@ def _gradient(name: str, parameter: nn.Parameter, inactive: str) -> Line:
     norm = grad.double().norm().item()
     if inactive:
         return Line(name, norm <= 1e-6, f'norm {norm:.1e}; inactive ({inactive})')
-    return Line(name, 0. < norm < float('inf'), f'norm {norm:.3e}, must be finite and not zero')
+    return Line(name, 0.0 < norm < float('inf'), f'norm {norm:.3e}, must be finite and not zero')
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -178,8 +192,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         return stop.code
     lines = check(**args)
     token = 'a class token' if args['class_token'] else 'no class token'
-    print(f'{args["height"]}x{args["width"]} patches, {token}, {args["heads"]} heads of {args["head_dim"]}, '
-          f'seed {args["seed"]}\n')
+    print(
+        f'{args["height"]}x{args["width"]} patches, {token}, {args["heads"]} heads of {args["head_dim"]}, '
+        f'seed {args["seed"]}\n'
+    )
     for line in lines:
         print(f'{"ok" if line.good else "WRONG":<7}{line.name:<19}{line.text}')
     wrong = [line.name for line in lines if not line.good]
@@ -189,11 +205,16 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog='violin check', description='Compare one attention layer with the formula, pair by pair in float64.',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        prog='violin check',
+        description='Compare one attention layer with the formula, pair by pair in float64.',
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     defaults: Dict[str, Tuple[int, str]] = {
-        'height': (14, 'rows of patches'), 'width': (14, 'columns of patches'),
-        'heads': (6, 'attention heads'), 'head-dim': (64, 'width of a head')}
+        'height': (14, 'rows of patches'),
+        'width': (14, 'columns of patches'),
+        'heads': (6, 'attention heads'),
+        'head-dim': (64, 'width of a head'),
+    }
     for name, (default, text) in defaults.items():
         parser.add_argument(f'--{name}', metavar='N', type=_positive, default=default, help=text)
     parser.add_argument('--class-token', action='store_true', help='put a class token first')
@@ -209,7 +230,7 @@ def _positive(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) >= 2 ** 63:
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f'got {text!r}; a whole number from 0 to 2 ** 63 - 1 is allowed')
     return int(text)
 

@@ -1,4 +1,5 @@
 """Violin models; importing this registers them with timm."""
+
 from . import violin_deit, violin_deit3, violin_dino, violin_pixel
 from .plug import add_violin
 from .vit import ViolinVisionTransformer

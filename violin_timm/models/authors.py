@@ -1,8 +1,9 @@
 """The authors' checkpoint layout (LIONS-EPFL/VIOLIN), translated into ours. No other file knows their names.
 
-Theirs are timm's keys, with ``attn.ai_list.K`` for beta of curve K over heads, or one stacked ``attn.ai_list [C, H]`` of
-gamma itself where the mask is fixed, and ``attn.normalize`` for alpha. Their ``zigzag`` is our ``zigzag_T``, and back.
+Theirs are timm's keys, with ``attn.ai_list.K`` for beta of curve K over heads, or one stacked ``attn.ai_list [C, H]``
+of gamma itself where the mask is fixed, and ``attn.normalize`` for alpha. Their ``zigzag`` is our ``zigzag_T`` and back.
 """
+
 import re
 from typing import Dict, Tuple
 
@@ -35,7 +36,8 @@ def to_native(state_dict: Dict[str, torch.Tensor], components: Tuple[str, ...]) 
     if set(components) != set(AUTHORS_CURVES):
         raise ValueError(
             f'curves: got {", ".join(components) or "none"}; the file has masks of {", ".join(AUTHORS_CURVES)}, '
-            f"so the model needs these (the default) and mask='learned' or 'fixed'")
+            f"so the model needs these (the default) and mask='learned' or 'fixed'"
+        )
     columns = [AUTHORS_CURVES.index(name) for name in components]
     native, betas = {}, {}
     for key, value in state_dict.items():
@@ -45,12 +47,13 @@ def to_native(state_dict: Dict[str, torch.Tensor], components: Tuple[str, ...]) 
         elif match:
             betas.setdefault(match[1], {})[int(match[2])] = value
         elif key.endswith(_ALPHA):
-            native[key[:-len(_ALPHA)] + '.attn.decay.alpha'] = value
+            native[key[: -len(_ALPHA)] + '.attn.decay.alpha'] = value
         else:
             native[key] = value
     for prefix, beta in betas.items():
         if sorted(beta) != list(range(len(AUTHORS_CURVES))):
             raise ValueError(
-                f'{prefix}.attn.ai_list: got curves {sorted(beta)}; allowed are all of 0 to {len(AUTHORS_CURVES) - 1}')
+                f'{prefix}.attn.ai_list: got curves {sorted(beta)}; allowed are all of 0 to {len(AUTHORS_CURVES) - 1}'
+            )
         native[f'{prefix}.attn.decay.beta'] = torch.stack([beta[c] for c in columns], dim=1)
     return native

@@ -1,4 +1,5 @@
 """Masks of all layers of a model for one grid: built together, and kept while nothing that they depend on changed."""
+
 import threading
 from collections import OrderedDict
 from typing import Hashable, List, Optional, Sequence, Tuple
@@ -10,7 +11,7 @@ from ..masks import Pairs
 
 __all__ = ['MaskBank']
 
-MAX_BYTES = 2 ** 30  # of masks of one grid; beyond it, every layer builds its own and lets go of it
+MAX_BYTES = 2**30  # of masks of one grid; beyond it, every layer builds its own and lets go of it
 MAX_GRIDS = 4
 
 
@@ -25,7 +26,7 @@ class MaskBank:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: 'OrderedDict[Hashable, Tuple[torch.Tensor, List[torch.Tensor]]]' = OrderedDict()
+        self._kept: OrderedDict[Hashable, Tuple[torch.Tensor, List[torch.Tensor]]] = OrderedDict()
 
     def __deepcopy__(self, memo) -> 'MaskBank':
         return MaskBank()
@@ -34,11 +35,11 @@ class MaskBank:
         return MaskBank, ()
 
     def get(
-            self,
-            layers: Sequence[ViolinAttention],
-            positions: torch.Tensor,
-            num_prefix: int,
-            grid: Hashable,
+        self,
+        layers: Sequence[ViolinAttention],
+        positions: torch.Tensor,
+        num_prefix: int,
+        grid: Hashable,
     ) -> List[torch.Tensor]:
         """Masks ``[H, P + N, P + N]`` of all layers; none if they would be too large, or parameters lie elsewhere.
 
@@ -50,7 +51,7 @@ class MaskBank:
         """
         parameters = self._parameters(layers, positions)
         length = num_prefix + positions.shape[1]
-        if parameters is None or 4 * length ** 2 * sum(a.num_heads for a in layers) > MAX_BYTES:
+        if parameters is None or 4 * length**2 * sum(a.num_heads for a in layers) > MAX_BYTES:
             return []
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return _build(layers, positions, num_prefix)

@@ -7,6 +7,7 @@
 weights, ours, and the authors' (arXiv 2606.14757), bare or under ``model``, ``teacher`` and the like, with any
 wrapper's prefix. Of a training checkpoint of the same model, the recorded arguments of the model are taken over.
 """
+
 import argparse
 import os
 import sys
@@ -59,7 +60,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog='violin convert', description='Turn a checkpoint into one of our layout, which timm loads strictly.')
+        prog='violin convert', description='Turn a checkpoint into one of our layout, which timm loads strictly.'
+    )
     parser.add_argument('input', metavar='IN', type=Path, help='.safetensors, or a file of torch.save')
     parser.add_argument('output', metavar='OUT', type=Path, help='file to write; .safetensors, or else torch.save')
     files.add_model_arguments(parser, required=True)

@@ -4,6 +4,7 @@ A file says by itself whether it has a class token, a classifier, a position emb
 and whether they are fixed; `infer_model_args` reads that off. What it does not say (size of the model, curves in place
 of the default ones) is the caller's to give.
 """
+
 import argparse
 import ast
 from pathlib import Path
@@ -16,8 +17,15 @@ import torch
 from .load import checkpoint_filter_fn, unwrap
 from .vit import ViolinMixin
 
-__all__ = ['add_model_arguments', 'build', 'build_and_load', 'infer_model_args', 'mask_kinds', 'read_checkpoint',
-           'saved_model']
+__all__ = [
+    'add_model_arguments',
+    'build',
+    'build_and_load',
+    'infer_model_args',
+    'mask_kinds',
+    'read_checkpoint',
+    'saved_model',
+]
 
 # parameter of `Decay` -> what its key contains in our layout, and in the authors'
 _KINDS = {
@@ -48,7 +56,8 @@ def read_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f'checkpoint: got {str(path)!r}; allowed are safetensors, and torch.save of tensors and plain values '
-            f'({reason[0]})') from error
+            f'({reason[0]})'
+        ) from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f'checkpoint: got {str(path)!r}, which holds a {type(checkpoint).__name__}; allowed is a dict')
     return checkpoint
@@ -63,9 +72,10 @@ def saved_model(checkpoint: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, An
     kwargs = dict(recorded.get('model_kwargs') or {})
     size = recorded.get('input_size')
     for name, value in (
-            ('in_chans', recorded.get('in_chans') or (size and size[0])),
-            ('img_size', recorded.get('img_size') or (size and tuple(size[1:]))),
-            ('global_pool', recorded.get('gp'))):
+        ('in_chans', recorded.get('in_chans') or (size and size[0])),
+        ('img_size', recorded.get('img_size') or (size and tuple(size[1:]))),
+        ('global_pool', recorded.get('gp')),
+    ):
         if value:
             kwargs.setdefault(name, value)
     name = checkpoint.get('arch') or recorded.get('model')
@@ -118,9 +128,9 @@ def build(name: str, **kwargs) -> torch.nn.Module:
 
 
 def build_and_load(
-        checkpoint: Dict[str, Any],
-        name: str,
-        **given,
+    checkpoint: Dict[str, Any],
+    name: str,
+    **given,
 ) -> Tuple[torch.nn.Module, Dict[str, Any]]:
     """Build the model that a checkpoint fits, and load it, strictly but for mask parameters that the file lacks.
 
@@ -139,13 +149,15 @@ def build_and_load(
     if 'patch_embed.proj.weight' not in state_dict:
         raise ValueError(
             f'checkpoint: got {len(state_dict)} tensors ({", ".join(sorted(state_dict)[:4])}, ...); a Vision '
-            f'Transformer with patch_embed.proj.weight is needed, bare or under state_dict, model, teacher or student')
+            f'Transformer with patch_embed.proj.weight is needed, bare or under state_dict, model, teacher or student'
+        )
     inferred = infer_model_args(state_dict)
     kwargs = {**inferred, **given}
     if kwargs['num_classes'] not in (0, inferred['num_classes']):
         allowed = f'{inferred["num_classes"]}, or 0 to leave it out' if inferred['num_classes'] else '0'
         raise ValueError(
-            f'num_classes: got {kwargs["num_classes"]!r}; with the classifier of this file, allowed is {allowed}')
+            f'num_classes: got {kwargs["num_classes"]!r}; with the classifier of this file, allowed is {allowed}'
+        )
     if given.get('global_pool', 'token') != 'token' and 'class_token' not in given:
         del kwargs['class_token']  # global_pool alone says, as everywhere
     # without the overlay, a number of classes that is not the variant's means a new head
@@ -161,8 +173,14 @@ def build_and_load(
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add ``--model`` and ``--model-kwargs`` to a command's parser; the latter arrives as a list of pairs."""
     parser.add_argument('--model', metavar='NAME', required=required, help="one of timm.list_models('violin*')")
-    parser.add_argument('--model-kwargs', metavar='K=V', nargs='*', type=_pair, default=[],
-                        help='arguments of the model, as Python literals or text')
+    parser.add_argument(
+        '--model-kwargs',
+        metavar='K=V',
+        nargs='*',
+        type=_pair,
+        default=[],
+        help='arguments of the model, as Python literals or text',
+    )
 
 
 def _pair(text: str) -> Tuple[str, Any]:

@@ -3,6 +3,7 @@
 timm switches strict loading off whenever the head is new, so that a file of something else would load without a word.
 The filter here therefore checks keys itself: only mask parameters may be missing, and they are freshly drawn.
 """
+
 import logging
 import math
 from typing import Any, Dict, List
@@ -29,8 +30,15 @@ def plain_cfg(name: str = '', **overrides) -> Dict[str, Any]:
         overrides: Entries to change.
     """
     if not name:
-        return dict(url='', first_conv='patch_embed.proj', classifier='head', fixed_input_size=True,
-                    interpolation='bicubic', license='apache-2.0', **overrides)
+        return dict(
+            url='',
+            first_conv='patch_embed.proj',
+            classifier='head',
+            fixed_input_size=True,
+            interpolation='bicubic',
+            license='apache-2.0',
+            **overrides,
+        )
     cfg = get_pretrained_cfg(name, allow_unregistered=False).to_dict()
     for key in ('architecture', 'tag', 'custom_load'):
         cfg.pop(key, None)
@@ -39,10 +47,10 @@ def plain_cfg(name: str = '', **overrides) -> Dict[str, Any]:
 
 
 def build_violin(
-        variant: str,
-        pretrained: bool = False,
-        class_token_default: bool = True,
-        **kwargs,
+    variant: str,
+    pretrained: bool = False,
+    class_token_default: bool = True,
+    **kwargs,
 ) -> ViolinVisionTransformer:
     """Build a registered variant through timm's builder.
 
@@ -53,7 +61,8 @@ def build_violin(
         kwargs: Arguments of the model class.
     """
     kwargs['class_token'], kwargs['global_pool'] = pooling(
-        kwargs.get('class_token'), kwargs.get('global_pool'), class_token_default)
+        kwargs.get('class_token'), kwargs.get('global_pool'), class_token_default
+    )
     return build_model_with_cfg(
         ViolinVisionTransformer,
         variant,
@@ -109,7 +118,8 @@ def _match_class_token(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, 
     if model.has_class_token and not has_token:
         raise ValueError(
             'class_token: got True, but the checkpoint has no class token (it was trained with GAP); '
-            'pass class_token=False')
+            'pass class_token=False'
+        )
     if has_token and not model.has_class_token:
         state_dict = {k: v for k, v in state_dict.items() if k != 'cls_token'}
         position = state_dict.get('pos_embed')
@@ -136,9 +146,11 @@ def _match_pos_embed(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, to
         return {k: v for k, v in state_dict.items() if k != 'pos_embed'}
     num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     side = math.isqrt(position.shape[1] - num_prefix)
-    if model.pos_embed_resample == 'dino' and side ** 2 == position.shape[1] - num_prefix:
-        state_dict = dict(state_dict, pos_embed=resample_pos_embed_dino(
-            position, model.patch_embed.grid_size, (side, side), num_prefix))
+    if model.pos_embed_resample == 'dino' and side**2 == position.shape[1] - num_prefix:
+        state_dict = dict(
+            state_dict,
+            pos_embed=resample_pos_embed_dino(position, model.patch_embed.grid_size, (side, side), num_prefix),
+        )
     return state_dict
 
 
@@ -150,7 +162,8 @@ def _match_head(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, torch.T
     if weight is not None and own is not None and len(weight) != len(own):
         raise ValueError(
             f'num_classes: got {model.num_classes}, but the checkpoint has {len(weight)} classes; pass '
-            f'num_classes={len(weight)}, or pretrained_cfg_overlay=dict(num_classes={len(weight)}) for a new head')
+            f'num_classes={len(weight)}, or pretrained_cfg_overlay=dict(num_classes={len(weight)}) for a new head'
+        )
     return state_dict
 
 
@@ -173,7 +186,7 @@ def _check_keys(state_dict: Dict[str, torch.Tensor], model) -> None:
         raise RuntimeError(f'{problem}none of its {len(state_dict)} keys is one of the {len(wanted)} of the model')
     parts = [f'{name}: {_listed(keys)}' for name, keys in (('missing', missing), ('left over', left_over)) if keys]
     if any(_DECAY in k for k in left_over):
-        parts.append("it has masks that this model has no place for; see mask=, alpha= and curves=")
+        parts.append('it has masks that this model has no place for; see mask=, alpha= and curves=')
     raise RuntimeError(problem + '; '.join(parts))
 
 

@@ -7,13 +7,14 @@ Only classes change and decay parameters are added; weights, hooks and devices s
 keep its state dict, and build it again by the same two calls (without ``pretrained``) before ``load_state_dict``:
 `model.violin_settings` holds the arguments of the second.
 """
+
 from dataclasses import asdict
 
-from torch import nn
 from timm.layers import Attention
 from timm.models import VisionTransformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock
+from torch import nn
 
 from ..attention import ViolinAttention
 from ..settings import MaskSettings
@@ -49,8 +50,9 @@ def add_violin(model: nn.Module, **settings) -> nn.Module:
     names = MaskSettings.__dataclass_fields__
     for name in settings:
         if name not in names:
-            raise ValueError(f'{name}: got {settings[name]!r}, but add_violin has no such setting; choose from '
-                             f'{", ".join(names)}')
+            raise ValueError(
+                f'{name}: got {settings[name]!r}, but add_violin has no such setting; choose from {", ".join(names)}'
+            )
     checked = MaskSettings(**{'mask_init': 'finetune', **settings})
     _check(model)
     if checked.mask != 'none':
@@ -70,12 +72,14 @@ def _check(model: nn.Module) -> None:
     if type(model) not in _MODELS:
         raise TypeError(
             f'model: got {type(model).__module__}.{type(model).__name__}; {_reason(model)} Allowed are '
-            f'{" and ".join(m.__name__ for m in _MODELS)} of timm.models')
+            f'{" and ".join(m.__name__ for m in _MODELS)} of timm.models'
+        )
     for i, block in enumerate(model.blocks):
         if type(block) not in _BLOCKS:
             raise TypeError(
-                f'blocks.{i}: got {type(block).__name__}, whose attention is not a layer of its own or not timm\'s; '
-                f'allowed are {" and ".join(b.__name__ for b in _BLOCKS)}')
+                f"blocks.{i}: got {type(block).__name__}, whose attention is not a layer of its own or not timm's; "
+                f'allowed are {" and ".join(b.__name__ for b in _BLOCKS)}'
+            )
         if type(block.attn) is not Attention:
             raise TypeError(f'blocks.{i}.attn: got {type(block.attn).__name__}; the mask is defined for Attention')
 

@@ -3,6 +3,7 @@
 The paper pretrains with global average pooling (GAP) and fine-tunes with the class token kept, so the variants are GAP
 models unless they load weights: timm's plain DeiT weights come with a class token.
 """
+
 from timm.models import generate_default_cfgs, register_model
 
 from .load import build_violin, plain_cfg
@@ -10,17 +11,20 @@ from .vit import ViolinVisionTransformer
 
 __all__ = []
 
-default_cfgs = generate_default_cfgs({
-    'violin_deit_tiny.fb_in1k': plain_cfg('deit_tiny_patch16_224.fb_in1k'),
-    'violin_deit_small.fb_in1k': plain_cfg('deit_small_patch16_224.fb_in1k'),
-    'violin_deit_base.fb_in1k': plain_cfg('deit_base_patch16_224.fb_in1k'),
-    'violin_deit_base.fb_in1k_384': plain_cfg('deit_base_patch16_384.fb_in1k'),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'violin_deit_tiny.fb_in1k': plain_cfg('deit_tiny_patch16_224.fb_in1k'),
+        'violin_deit_small.fb_in1k': plain_cfg('deit_small_patch16_224.fb_in1k'),
+        'violin_deit_base.fb_in1k': plain_cfg('deit_base_patch16_224.fb_in1k'),
+        'violin_deit_base.fb_in1k_384': plain_cfg('deit_base_patch16_384.fb_in1k'),
+    }
+)
 
 
 def _create(variant: str, pretrained: bool, kwargs: dict, **model_args) -> ViolinVisionTransformer:
     return build_violin(
-        variant, pretrained, class_token_default=pretrained, **dict(patch_size=16, depth=12, **model_args) | kwargs)
+        variant, pretrained, class_token_default=pretrained, **dict(patch_size=16, depth=12, **model_args) | kwargs
+    )
 
 
 @register_model

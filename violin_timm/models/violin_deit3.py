@@ -1,4 +1,5 @@
 """DeiT-III with decay masks: class token without a position of its own, layer scale."""
+
 from timm.models import generate_default_cfgs, register_model
 
 from .load import build_violin, plain_cfg
@@ -6,22 +7,24 @@ from .vit import ViolinVisionTransformer
 
 __all__ = []
 
-default_cfgs = generate_default_cfgs({
-    'violin_deit3_small.fb_in1k': plain_cfg('deit3_small_patch16_224.fb_in1k'),
-    'violin_deit3_small.fb_in1k_384': plain_cfg('deit3_small_patch16_384.fb_in1k'),
-    'violin_deit3_small.fb_in22k_ft_in1k': plain_cfg('deit3_small_patch16_224.fb_in22k_ft_in1k'),
-    'violin_deit3_small.fb_in22k_ft_in1k_384': plain_cfg('deit3_small_patch16_384.fb_in22k_ft_in1k'),
-    'violin_deit3_base.fb_in1k': plain_cfg('deit3_base_patch16_224.fb_in1k'),
-    'violin_deit3_base.fb_in1k_384': plain_cfg('deit3_base_patch16_384.fb_in1k'),
-    'violin_deit3_base.fb_in22k_ft_in1k': plain_cfg('deit3_base_patch16_224.fb_in22k_ft_in1k'),
-    'violin_deit3_base.fb_in22k_ft_in1k_384': plain_cfg('deit3_base_patch16_384.fb_in22k_ft_in1k'),
-    'violin_deit3_large.fb_in1k': plain_cfg('deit3_large_patch16_224.fb_in1k'),
-    'violin_deit3_large.fb_in1k_384': plain_cfg('deit3_large_patch16_384.fb_in1k'),
-    'violin_deit3_large.fb_in22k_ft_in1k': plain_cfg('deit3_large_patch16_224.fb_in22k_ft_in1k'),
-    'violin_deit3_large.fb_in22k_ft_in1k_384': plain_cfg('deit3_large_patch16_384.fb_in22k_ft_in1k'),
-    'violin_deit3_huge.fb_in1k': plain_cfg('deit3_huge_patch14_224.fb_in1k'),
-    'violin_deit3_huge.fb_in22k_ft_in1k': plain_cfg('deit3_huge_patch14_224.fb_in22k_ft_in1k'),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'violin_deit3_small.fb_in1k': plain_cfg('deit3_small_patch16_224.fb_in1k'),
+        'violin_deit3_small.fb_in1k_384': plain_cfg('deit3_small_patch16_384.fb_in1k'),
+        'violin_deit3_small.fb_in22k_ft_in1k': plain_cfg('deit3_small_patch16_224.fb_in22k_ft_in1k'),
+        'violin_deit3_small.fb_in22k_ft_in1k_384': plain_cfg('deit3_small_patch16_384.fb_in22k_ft_in1k'),
+        'violin_deit3_base.fb_in1k': plain_cfg('deit3_base_patch16_224.fb_in1k'),
+        'violin_deit3_base.fb_in1k_384': plain_cfg('deit3_base_patch16_384.fb_in1k'),
+        'violin_deit3_base.fb_in22k_ft_in1k': plain_cfg('deit3_base_patch16_224.fb_in22k_ft_in1k'),
+        'violin_deit3_base.fb_in22k_ft_in1k_384': plain_cfg('deit3_base_patch16_384.fb_in22k_ft_in1k'),
+        'violin_deit3_large.fb_in1k': plain_cfg('deit3_large_patch16_224.fb_in1k'),
+        'violin_deit3_large.fb_in1k_384': plain_cfg('deit3_large_patch16_384.fb_in1k'),
+        'violin_deit3_large.fb_in22k_ft_in1k': plain_cfg('deit3_large_patch16_224.fb_in22k_ft_in1k'),
+        'violin_deit3_large.fb_in22k_ft_in1k_384': plain_cfg('deit3_large_patch16_384.fb_in22k_ft_in1k'),
+        'violin_deit3_huge.fb_in1k': plain_cfg('deit3_huge_patch14_224.fb_in1k'),
+        'violin_deit3_huge.fb_in22k_ft_in1k': plain_cfg('deit3_huge_patch14_224.fb_in22k_ft_in1k'),
+    }
+)
 
 
 def _create(variant: str, pretrained: bool, kwargs: dict, **model_args) -> ViolinVisionTransformer:

@@ -1,4 +1,5 @@
 """DINO backbones with decay masks: class token, no classifier."""
+
 from timm.models import generate_default_cfgs, register_model
 
 from .load import build_violin, plain_cfg
@@ -6,12 +7,14 @@ from .vit import ViolinVisionTransformer
 
 __all__ = []
 
-default_cfgs = generate_default_cfgs({
-    'violin_dino_small.dino': plain_cfg('vit_small_patch16_224.dino'),
-    'violin_dino_small_patch8.dino': plain_cfg('vit_small_patch8_224.dino'),
-    'violin_dino_base.dino': plain_cfg('vit_base_patch16_224.dino'),
-    'violin_dino_base_patch8.dino': plain_cfg('vit_base_patch8_224.dino'),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'violin_dino_small.dino': plain_cfg('vit_small_patch16_224.dino'),
+        'violin_dino_small_patch8.dino': plain_cfg('vit_small_patch8_224.dino'),
+        'violin_dino_base.dino': plain_cfg('vit_base_patch16_224.dino'),
+        'violin_dino_base_patch8.dino': plain_cfg('vit_base_patch8_224.dino'),
+    }
+)
 
 
 def _create(variant: str, pretrained: bool, kwargs: dict, **model_args) -> ViolinVisionTransformer:

@@ -4,16 +4,17 @@ A model works out the grid of its patches, turns it into positions once per forw
 argument. Nothing remembers a "current grid": activation checkpointing recomputes a forward long after another crop went
 through, and two grids can have as many patches.
 """
+
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from timm.layers import PatchDropout
 from timm.models import VisionTransformer, checkpoint
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, ResPostBlock
+from torch import nn
 
 from ..attention import ViolinAttention
 from ..geometry import grid_positions
@@ -30,15 +31,14 @@ class ViolinBlock(Block):
     """timm's pre-norm block, which hands positions on to its attention."""
 
     def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-            positions: Optional[torch.Tensor] = None,
-            mask: Optional[torch.Tensor] = None,
+        self,
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+        positions: Optional[torch.Tensor] = None,
+        mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        attended = self.attn(
-            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -47,20 +47,22 @@ class ViolinResPostBlock(ResPostBlock):
     """timm's post-norm block, which hands positions on to its attention."""
 
     def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-            positions: Optional[torch.Tensor] = None,
-            mask: Optional[torch.Tensor] = None,
+        self,
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+        positions: Optional[torch.Tensor] = None,
+        mask: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        x = x + self.drop_path1(self.norm1(
-            self.attn(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask)))
+        x = x + self.drop_path1(
+            self.norm1(self.attn(x, attn_mask=attn_mask, is_causal=is_causal, positions=positions, mask=mask))
+        )
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
 class ViolinMixin:
     """What a Violin does differently from timm's `VisionTransformer`, of which its class is to be a subclass too."""
+
     curve_names: str  # components of the geometry joined by commas, '' without a mask
     pos_embed_resample: str = 'timm'  # or 'dino', for other grids than that of the position embedding
 
@@ -70,7 +72,8 @@ class ViolinMixin:
         if isinstance(self.patch_drop, PatchDropout):
             raise ValueError(
                 f'patch_drop_rate: got {self.patch_drop.prob}; a mask needs every patch of the grid, so only 0 is '
-                f"allowed (or mask='none')")
+                f"allowed (or mask='none')"
+            )
 
     @torch.jit.ignore
     def add_masks(self, settings: MaskSettings) -> None:
@@ -97,8 +100,8 @@ class ViolinMixin:
         if graph or torch.overrides.has_torch_function_unary(positions):
             return []
         return self.mask_bank.get(
-            [block.attn for block in self.blocks], positions, self.num_prefix_tokens,
-            (self.curve_names, height, width))
+            [block.attn for block in self.blocks], positions, self.num_prefix_tokens, (self.curve_names, height, width)
+        )
 
     def _embed(self, x: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor], List[torch.Tensor]]:
         """Image ``[B, C, H, W]`` -> tokens ``[B, P + N, dim]``, positions ``[C, N, D]`` (None without a mask), and the
@@ -131,15 +134,21 @@ class ViolinMixin:
 
     @torch.jit.unused
     def _checkpointed(
-            self, block: nn.Module, x: torch.Tensor, attn_mask: Optional[torch.Tensor], is_causal: bool,
-            positions: Optional[torch.Tensor], mask: Optional[torch.Tensor]) -> torch.Tensor:
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor],
+        is_causal: bool,
+        positions: Optional[torch.Tensor],
+        mask: Optional[torch.Tensor],
+    ) -> torch.Tensor:
         return checkpoint(block, x, attn_mask, is_causal, positions, mask)
 
     def forward_features(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
+        self,
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
     ) -> torch.Tensor:
         """Tokens after the last block and the final norm, ``[B, P + N, dim]``; arguments as in timm."""
         x, positions, masks = self._embed(x)
@@ -152,27 +161,27 @@ class ViolinMixin:
         return self.norm(x)
 
     def forward_intermediates(
-            self,
-            x: torch.Tensor,
-            indices: Optional[Union[int, List[int]]] = None,
-            return_prefix_tokens: bool = False,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = 'NCHW',
-            intermediates_only: bool = False,
-            output_dict: bool = False,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
+        self,
+        x: torch.Tensor,
+        indices: Optional[Union[int, List[int]]] = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
         """Features of chosen blocks; arguments and results as in timm's `VisionTransformer.forward_intermediates`."""
         assert output_fmt in ('NCHW', 'NLC'), 'Output format must be one of NCHW or NLC.'
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         B, _, height, width = x.shape
         x, positions, masks = self._embed(x)
-        if torch.jit.is_scripting() or not stop_early:  # TorchScript cannot slice blocks
+        if torch.jit.is_scripting() or not stop_early:  # noqa: SIM108  TorchScript cannot slice blocks
             blocks = self.blocks
         else:
-            blocks = self.blocks[:max_index + 1]
+            blocks = self.blocks[: max_index + 1]
         taken = []
         for i, block in enumerate(blocks):
             mask = masks[i] if len(masks) > 0 else None
@@ -203,9 +212,9 @@ class ViolinMixin:
         return self.norm(x), features
 
     def set_input_size(
-            self,
-            img_size: Optional[Tuple[int, int]] = None,
-            patch_size: Optional[Tuple[int, int]] = None,
+        self,
+        img_size: Optional[Tuple[int, int]] = None,
+        patch_size: Optional[Tuple[int, int]] = None,
     ) -> None:
         """Change the input resolution or patch size; as in timm, but for `pos_embed_resample`."""
         position, old_grid = self.pos_embed, self.patch_embed.grid_size
@@ -214,7 +223,8 @@ class ViolinMixin:
         if position is not None and self.pos_embed_resample == 'dino' and grid != old_grid:
             num_prefix = 0 if self.no_embed_class else self.num_prefix_tokens
             self.pos_embed = nn.Parameter(
-                resample_pos_embed_dino(position.detach(), grid, old_grid, num_prefix), position.requires_grad)
+                resample_pos_embed_dino(position.detach(), grid, old_grid, num_prefix), position.requires_grad
+            )
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As in torch; a checkpoint with the other kind of pooling is refused by the name of the argument."""
@@ -222,7 +232,8 @@ class ViolinMixin:
         if strict and has_token != self.has_class_token and 'patch_embed.proj.weight' in state_dict:
             raise RuntimeError(
                 f'class_token: got {self.has_class_token}, but the checkpoint has {"a" if has_token else "no"} class '
-                f'token; build the model with class_token={has_token}')
+                f'token; build the model with class_token={has_token}'
+            )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     @torch.jit.ignore
@@ -243,8 +254,15 @@ class ViolinVisionTransformer(ViolinMixin, VisionTransformer):
     What was built is recorded as model arguments, so that ``save_for_hf`` and ``local-dir:`` rebuild it.
     """
 
-    def __init__(self, *, class_token: Optional[bool] = None, global_pool: Optional[str] = None,
-                 fc_norm: Optional[bool] = None, pos_embed_resample: str = 'timm', **kwargs) -> None:
+    def __init__(
+        self,
+        *,
+        class_token: Optional[bool] = None,
+        global_pool: Optional[str] = None,
+        fc_norm: Optional[bool] = None,
+        pos_embed_resample: str = 'timm',
+        **kwargs,
+    ) -> None:
         settings = MaskSettings.pop_from(kwargs)
         if pos_embed_resample not in ('timm', 'dino'):
             raise ValueError(f'pos_embed_resample: got {pos_embed_resample!r}; choose from timm, dino')
@@ -252,18 +270,17 @@ class ViolinVisionTransformer(ViolinMixin, VisionTransformer):
         for name, own in (('block_fn', ViolinBlock), ('attn_layer', ViolinAttention)):
             if kwargs.setdefault(name, own) is not own:
                 raise ValueError(f'{name}: got {kwargs[name]!r}; a Violin has its own, {own.__name__}')
-        super().__init__(
-            class_token=class_token, global_pool=global_pool, fc_norm=bool(fc_norm), **kwargs)
+        super().__init__(class_token=class_token, global_pool=global_pool, fc_norm=bool(fc_norm), **kwargs)
         self.pos_embed_resample = pos_embed_resample
         self.add_masks(settings)
         update_model_args(self, class_token=class_token, global_pool=global_pool, fc_norm=bool(fc_norm))
 
 
 def resample_pos_embed_dino(
-        position: torch.Tensor,
-        new_size: Tuple[int, int],
-        old_size: Tuple[int, int],
-        num_prefix: int = 1,
+    position: torch.Tensor,
+    new_size: Tuple[int, int],
+    old_size: Tuple[int, int],
+    num_prefix: int = 1,
 ) -> torch.Tensor:
     """Resample a position embedding as facebookresearch/dino does.
 
@@ -306,5 +323,6 @@ def pooling(class_token: Optional[bool], global_pool: Optional[str], default: bo
     if global_pool == 'token' and not class_token:
         raise ValueError(
             "global_pool: got 'token' with class_token=False; pass class_token=True, or another global_pool: "
-            'avg, avgmax, max, map, prr')
+            'avg, avgmax, max, map, prr'
+        )
     return class_token, global_pool

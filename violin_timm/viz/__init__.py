@@ -5,6 +5,7 @@
 
 Matplotlib is imported when something is drawn, and its global state (pyplot) is left alone.
 """
+
 from .curves import draw_curve
 from .figure import draw_figure, training_figure
 from .masks import draw_mask

@@ -5,6 +5,7 @@
 
 A checkpoint of `violin train` or `violin convert` names its model; for other files, give ``--model``.
 """
+
 import argparse
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     except SystemExit as stop:  # argparse has said what is wrong, or printed the help
         return stop.code
     from .figure import training_figure
+
     try:
         path = training_figure(_model(args), args.output, args.height, args.width)
     except ValueError as error:
@@ -45,7 +47,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog='violin visualize', description="Draw a model's curves, and its masks, half-lives and alpha.")
+        prog='violin visualize', description="Draw a model's curves, and its masks, half-lives and alpha."
+    )
     files.add_model_arguments(parser, required=False)
     parser.add_argument('--checkpoint', metavar='FILE', type=Path, help='trained weights; without, initial values')
     parser.add_argument('--height', metavar='N', type=int, help="rows of patches (default: the model's)")

@@ -1,4 +1,5 @@
 """Curves as paths over the grid of patches."""
+
 from typing import Sequence, Tuple
 
 import numpy as np
@@ -51,6 +52,7 @@ def draw_curve(ax, name: str, height: int, width: int):
 def _draw_path(ax, x: np.ndarray, y: np.ndarray):
     """The patches ``(x[t], y[t])`` joined up, as a collection of lines that knows its colours."""
     from matplotlib.collections import LineCollection
+
     points = np.stack([x, y], axis=1)
     if len(points) == 1:  # a path that stays
         points = points.repeat(2, axis=0)
@@ -59,12 +61,16 @@ def _draw_path(ax, x: np.ndarray, y: np.ndarray):
     if 2 * jump.sum() > len(jump):  # a random order: few neighbours, which are nothing to stress
         width, jump = 0.5 * width, np.zeros_like(jump)
     path = LineCollection(
-        np.stack([points[:-1], points[1:]], axis=1), cmap=CURVE_COLOURS, capstyle='round',
-        linewidths=np.where(jump, 0.35 * width, width), alpha=np.where(jump, 0.7, 1.))
+        np.stack([points[:-1], points[1:]], axis=1),
+        cmap=CURVE_COLOURS,
+        capstyle='round',
+        linewidths=np.where(jump, 0.35 * width, width),
+        alpha=np.where(jump, 0.7, 1.0),
+    )
     path.set_array(np.arange(len(points) - 1))
     path.set_clim(0, len(points) - 1)
     ax.add_collection(path, autolim=False)
-    ax.plot(x[0], y[0], 'o', color=path.cmap(0.), markersize=2 * width + 1.5, clip_on=False)
+    ax.plot(x[0], y[0], 'o', color=path.cmap(0.0), markersize=2 * width + 1.5, clip_on=False)
     return path
 
 
@@ -95,13 +101,13 @@ def draw_curves(figure, names: Sequence[str], height: int, width: int, columns: 
     """
     rows = -(-len(names) // columns)
     axes = figure.subplots(rows, columns, squeeze=False)
-    for ax in axes.flat[len(names):]:
+    for ax in axes.flat[len(names) :]:
         ax.set_axis_off()
     for ax, name in zip(axes.flat, names):
         drawn = draw_curve(ax, name, height, width)
         ax.set_title(name)
     label = 'distance from\nthe centre (patches)' if tuple(names) == (MANHATTAN,) else 'step along\nthe curve'
     # beside the panels in use, not at the end of empty ones
-    used = axes[:, :min(len(names), columns)]
+    used = axes[:, : min(len(names), columns)]
     bar = figure.colorbar(drawn, ax=used, label=label, aspect=12 * rows, shrink=0.86, fraction=0.05, pad=0.02)
     bar.ax.locator_params(nbins=4)

@@ -1,4 +1,5 @@
 """One figure of a model: its curves, and what its masks have learned."""
+
 from functools import partial
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Union
@@ -13,17 +14,28 @@ from .masks import draw_alphas, draw_half_lives, draw_masks, draw_weights, half_
 
 __all__ = ['draw_figure', 'find_violin', 'training_figure']
 
-WIDTH, DPI = 16., 100  # inches, dots per inch: 1600 pixels
+WIDTH, DPI = 16.0, 100  # inches, dots per inch: 1600 pixels
 STYLE = {
-    'font.family': 'sans-serif', 'font.size': 11, 'axes.titlesize': 11, 'axes.titlepad': 4, 'axes.labelsize': 11,
-    'xtick.labelsize': 10, 'ytick.labelsize': 10, 'image.interpolation': 'nearest', 'axes.facecolor': 'white',
-    'savefig.dpi': DPI, 'savefig.facecolor': 'white', 'savefig.bbox': None}
+    'font.family': 'sans-serif',
+    'font.size': 11,
+    'axes.titlesize': 11,
+    'axes.titlepad': 4,
+    'axes.labelsize': 11,
+    'xtick.labelsize': 10,
+    'ytick.labelsize': 10,
+    'image.interpolation': 'nearest',
+    'axes.facecolor': 'white',
+    'savefig.dpi': DPI,
+    'savefig.facecolor': 'white',
+    'savefig.bbox': None,
+}
 PANELS = 0.89  # part of a section's width that is left beside its colour bar
 HEADING = 0.45  # inches above them, for its title
 
 
 class Section(NamedTuple):
     """A titled part of the figure."""
+
     title: str
     share: float  # of the width of its row
     height: float  # in inches
@@ -31,10 +43,10 @@ class Section(NamedTuple):
 
 
 def training_figure(
-        model: nn.Module,
-        path: Union[str, Path],
-        height: Optional[int] = None,
-        width: Optional[int] = None,
+    model: nn.Module,
+    path: Union[str, Path],
+    height: Optional[int] = None,
+    width: Optional[int] = None,
 ) -> Path:
     """Draw a Violin's curves, masks, half-lives and alpha into a file.
 
@@ -107,13 +119,17 @@ def _rows(model: nn.Module, height: int, width: int) -> List[List[Section]]:
     names = model.curve_names.split(',')
     beside = WIDTH * (2 / 3 if alpha else 1)
     if len(names) > 3:
-        rows = [[_curves(names, height, width, WIDTH, 8)],
-                [_masks(model, height, width, beside), *alpha],
-                [_half_lives(model, names, WIDTH)]]
+        rows = [
+            [_curves(names, height, width, WIDTH, 8)],
+            [_masks(model, height, width, beside), *alpha],
+            [_half_lives(model, names, WIDTH)],
+        ]
     else:
         inches = WIDTH * (0.1 + len(names) / 8)
-        rows = [[_curves(names, height, width, inches, len(names)), _masks(model, height, width, WIDTH - inches)],
-                [_half_lives(model, names, beside), *alpha]]
+        rows = [
+            [_curves(names, height, width, inches, len(names)), _masks(model, height, width, WIDTH - inches)],
+            [_half_lives(model, names, beside), *alpha],
+        ]
     if model.blocks[0].attn.decay.curve_logits is not None:
         rows.append([_layers('Weight of every curve in the mask', weights(model), names, WIDTH, draw_weights)])
     return rows
@@ -122,51 +138,67 @@ def _rows(model: nn.Module, height: int, width: int) -> List[List[Section]]:
 def _curves(names: List[str], height: int, width: int, inches: float, columns: int) -> Section:
     title = 'Distance' if names == ['manhattan'] else 'Curves' if len(names) > 1 else 'Curve'
     panel = inches * PANELS / columns * _aspect(height, width) + 0.3
-    return Section(title, inches / WIDTH, HEADING + panel * -(-len(names) // columns),
-                   partial(draw_curves, names=names, height=height, width=width, columns=columns))
+    return Section(
+        title,
+        inches / WIDTH,
+        HEADING + panel * -(-len(names) // columns),
+        partial(draw_curves, names=names, height=height, width=width, columns=columns),
+    )
 
 
 def _masks(model: nn.Module, height: int, width: int, inches: float) -> Section:
     count = len(model.blocks)
-    least = 1.5 * min(max(width / height, 1.) ** 0.5, 2.)
+    least = 1.5 * min(max(width / height, 1.0) ** 0.5, 2.0)
     columns = _columns(count, inches * PANELS, least, most=max(2.8, least))
     panel = inches * PANELS / columns * _aspect(height, width) + 0.3
-    return Section('Mask of every layer, mean over heads, as the outlined patch sees it', inches / WIDTH,
-                   HEADING + panel * -(-count // columns),
-                   partial(draw_masks, masks=mean_masks(model, height, width), columns=columns))
+    return Section(
+        'Mask of every layer, mean over heads, as the outlined patch sees it',
+        inches / WIDTH,
+        HEADING + panel * -(-count // columns),
+        partial(draw_masks, masks=mean_masks(model, height, width), columns=columns),
+    )
 
 
 def _half_lives(model: nn.Module, names: List[str], inches: float) -> Section:
     values = half_lives(model)
     if model.blocks[0].attn.decay.settings.mask == 'fixed' and np.ptp(values) <= 1e-3 * values.max():
         value = values.mean()
-        return _note('Half-life of the mask', f'The mask is fixed: gamma = {0.5 ** (1 / value):.6g} for all layers, '
-                     f'heads and curves, a half-life of {value:.0f} steps.', inches)
+        return _note(
+            'Half-life of the mask',
+            f'The mask is fixed: gamma = {0.5 ** (1 / value):.6g} for all layers, '
+            f'heads and curves, a half-life of {value:.0f} steps.',
+            inches,
+        )
     title = r'Half-life of the mask, $\ln 2\,/\,{-}\log\gamma$, in steps along the curve'
     if len(names) > 1:
         return _layers(title, values, names, inches, draw_half_lives)
     if names == ['manhattan']:
         title = title.replace('along the curve', 'of distance')
-    return Section(title, inches / WIDTH, _table_height(values),
-                   partial(draw_half_lives, values=values, names=names, columns=1))
+    return Section(
+        title, inches / WIDTH, _table_height(values), partial(draw_half_lives, values=values, names=names, columns=1)
+    )
 
 
 def _layers(title: str, values: np.ndarray, names: List[str], inches: float, draw: Callable) -> Section:
     """A section with a panel ``[heads, curves]`` for every layer."""
-    columns = _columns(len(values), inches * PANELS, least=2., most=3.8)
-    panel = min(max(0.35 * values.shape[1], 1.3), 2.) + 0.3
+    columns = _columns(len(values), inches * PANELS, least=2.0, most=3.8)
+    panel = min(max(0.35 * values.shape[1], 1.3), 2.0) + 0.3
     labels = 0.09 * max(map(len, names)) + 0.2
-    return Section(title, inches / WIDTH, HEADING + panel * -(-len(values) // columns) + labels,
-                   partial(draw, values=values, names=names, columns=columns))
+    return Section(
+        title,
+        inches / WIDTH,
+        HEADING + panel * -(-len(values) // columns) + labels,
+        partial(draw, values=values, names=names, columns=columns),
+    )
 
 
 def _aspect(height: int, width: int) -> float:
     """Height of a panel by its width; a line of patches needs room for a colour bar beside it all the same."""
-    return min(max(height / width, 0.35), 2.)
+    return min(max(height / width, 0.35), 2.0)
 
 
 def _table_height(values: np.ndarray) -> float:
-    return HEADING + min(0.5 * len(values), 3.) + 0.6
+    return HEADING + min(0.5 * len(values), 3.0) + 0.6
 
 
 def _alpha(model: nn.Module, inches: float) -> List[Section]:
@@ -174,8 +206,14 @@ def _alpha(model: nn.Module, inches: float) -> List[Section]:
     if decays[0] is None or decays[0].alpha is None:
         return []
     values = torch.stack([decay.alpha.detach() for decay in decays]).double().cpu().numpy()
-    return [Section('Scale alpha of the scores (1: as they are)', inches / WIDTH, _table_height(values),
-                    partial(draw_alphas, alphas=values))]
+    return [
+        Section(
+            'Scale alpha of the scores (1: as they are)',
+            inches / WIDTH,
+            _table_height(values),
+            partial(draw_alphas, alphas=values),
+        )
+    ]
 
 
 def _columns(count: int, inches: float, least: float, most: float) -> int:
@@ -186,16 +224,19 @@ def _columns(count: int, inches: float, least: float, most: float) -> int:
 
 def _note(title: str, text: str, inches: float = WIDTH) -> Section:
     """A section that is a sentence."""
+
     def draw(figure) -> None:
         ax = figure.subplots()
         ax.set_axis_off()
         ax.text(0.02, 0.5, text, va='center', fontsize=12)
+
     return Section(title, inches / WIDTH, HEADING + 0.6, draw)
 
 
 def _draw(rows: List[List[Section]], headline: str):
     """The figure, laid out row by row, with sections lettered a, b, c, ..."""
     from matplotlib.figure import Figure
+
     heights = [max(section.height for section in row) for row in rows]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.5), dpi=DPI, layout='constrained')
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)

@@ -1,4 +1,5 @@
 """What was learned: masks as seen from a patch, decays as half-lives, alpha."""
+
 import math
 from typing import Callable, Optional, Sequence, Tuple
 
@@ -9,8 +10,16 @@ from ..geometry import grid_positions
 from ..masks import decay_rates
 from .curves import centre_patch, frame
 
-__all__ = ['draw_alphas', 'draw_half_lives', 'draw_mask', 'draw_masks', 'draw_weights', 'half_lives',
-           'mean_masks', 'weights']
+__all__ = [
+    'draw_alphas',
+    'draw_half_lives',
+    'draw_mask',
+    'draw_masks',
+    'draw_weights',
+    'half_lives',
+    'mean_masks',
+    'weights',
+]
 
 MASK_COLOURS, HALF_LIFE_COLOURS, ALPHA_COLOURS = 'magma', 'cividis', 'RdBu_r'
 
@@ -54,6 +63,7 @@ def draw_mask(ax, mask: np.ndarray, centre: Optional[Tuple[int, int]] = None, **
         The image, for a colour bar.
     """
     from matplotlib.patches import Rectangle
+
     height, width = mask.shape
     drawn = ax.imshow(mask, **{'cmap': MASK_COLOURS, **image})
     frame(ax, height, width)
@@ -69,14 +79,13 @@ def draw_masks(figure, masks: np.ndarray, columns: int) -> None:
     Where they have hardly decayed, as at the start of fine-tuning, it is their distance from 1 that is drawn.
     """
     close = bool(masks.min() > 0.99)
-    values, label = (1. - masks, '1 \N{MINUS SIGN} mask') if close else (masks, 'mask')
-    low, high = (0., values.max() or 1e-12) if close else (values.min(), 1.)
+    values, label = (1.0 - masks, '1 \N{MINUS SIGN} mask') if close else (masks, 'mask')
+    low, high = (0.0, values.max() or 1e-12) if close else (values.min(), 1.0)
     axes = _panels(figure, len(masks), columns)
     for layer, (ax, value) in enumerate(zip(axes.flat, values)):
-        drawn = draw_mask(
-            ax, value, centre_patch(*value.shape), vmin=low, vmax=high, cmap=MASK_COLOURS + '_r' * close)
+        drawn = draw_mask(ax, value, centre_patch(*value.shape), vmin=low, vmax=high, cmap=MASK_COLOURS + '_r' * close)
         ax.set_title(f'layer {layer}')
-    used = axes[:, :min(len(masks), columns)]
+    used = axes[:, : min(len(masks), columns)]
     bar = figure.colorbar(drawn, ax=used, label=label, aspect=16, shrink=0.88, fraction=0.05, pad=0.02)
     if close:
         bar.formatter.set_powerlimits((-2, 2))
@@ -97,6 +106,7 @@ def draw_half_lives(figure, values: np.ndarray, names: Sequence[str], columns: i
     """
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FuncFormatter, LogLocator
+
     low, high = values.min(), values.max()
     if high < 1.2 * low:
         low, high = low / 2, high * 2
@@ -111,18 +121,28 @@ def draw_half_lives(figure, values: np.ndarray, names: Sequence[str], columns: i
 
 def draw_weights(figure, values: np.ndarray, names: Sequence[str], columns: int) -> None:
     """Draw the learned weights of the curves ``[layers, heads, curves]``, which add up to 1, a panel a layer."""
-    _draw_layers(figure, values, names, columns, '{:.2f}'.format, 'weight (sum: 1)',
-                 cmap=HALF_LIFE_COLOURS, vmin=0., vmax=values.max())
+    _draw_layers(
+        figure,
+        values,
+        names,
+        columns,
+        '{:.2f}'.format,
+        'weight (sum: 1)',
+        cmap=HALF_LIFE_COLOURS,
+        vmin=0.0,
+        vmax=values.max(),
+    )
 
 
 def draw_alphas(figure, alphas: np.ndarray) -> None:
     """Draw alpha ``[layers, heads]``, without a unit, on a scale around 1 or, where signs or sizes differ, around 0."""
-    middle = 1. if alphas.min() > 0.5 else 0.
+    middle = 1.0 if alphas.min() > 0.5 else 0.0
     span = max(np.abs(alphas - middle).max(), 1e-3)
-    digits = 2 if middle == 0. or span > 0.1 else 3
+    digits = 2 if middle == 0.0 or span > 0.1 else 3
 
     def text(value: float) -> str:
-        return f'{round(value, digits) + 0.:.{digits}f}'.replace('-', '\N{MINUS SIGN}')  # no minus before a zero
+        return f'{round(value, digits) + 0.0:.{digits}f}'.replace('-', '\N{MINUS SIGN}')  # no minus before a zero
+
     _draw_table(figure, alphas, text, 'alpha', cmap=ALPHA_COLOURS, vmin=middle - span, vmax=middle + span)
 
 
@@ -139,8 +159,8 @@ def _draw_table(figure, values: np.ndarray, text: Callable[[float], str], label:
 
 
 def _draw_layers(
-        figure, values: np.ndarray, names: Sequence[str], columns: int, text: Callable[[float], str], label: str,
-        **image):
+    figure, values: np.ndarray, names: Sequence[str], columns: int, text: Callable[[float], str], label: str, **image
+):
     """A panel ``[heads, curves]`` for every layer; returns their colour bar."""
     axes = _panels(figure, len(values), columns)
     for layer, (ax, value) in enumerate(zip(axes.flat, values)):
@@ -166,8 +186,15 @@ def _write_cells(ax, image, values: np.ndarray, text) -> None:
     colours = image.cmap(image.norm(values))[..., :3] @ [0.299, 0.587, 0.114]
     size = 8 if values.shape[1] <= 8 else 7
     for (row, column), value in np.ndenumerate(values):
-        ax.text(column, row, text(value), ha='center', va='center', fontsize=size,
-                color='white' if colours[row, column] < 0.5 else 'black')
+        ax.text(
+            column,
+            row,
+            text(value),
+            ha='center',
+            va='center',
+            fontsize=size,
+            color='white' if colours[row, column] < 0.5 else 'black',
+        )
 
 
 def _short(value: float, _position: int = 0) -> str:
