@@ -1,7 +1,8 @@
 """The authors' checkpoint layout (LIONS-EPFL/VIOLIN), translated into ours. No other file knows their names.
 
 Theirs are timm's keys, with ``attn.ai_list.K`` for beta of curve K over heads, or one stacked ``attn.ai_list [C, H]``
-of gamma itself where the mask is fixed, and ``attn.normalize`` for alpha. Their ``zigzag`` is our ``zigzag_T`` and back.
+of gamma itself where the mask is fixed, and ``attn.normalize`` for alpha. Their ``zigzag`` is our ``zigzag_T``,
+and theirs ``zigzag_T`` our ``zigzag``.
 """
 
 import re
