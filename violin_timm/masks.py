@@ -34,64 +34,63 @@ class Pairs(NamedTuple):
     """Distances of all pairs of patches ``i <= j`` of one grid, T = N (N + 1) / 2 of them, shared by all layers.
 
     Args:
-        rows: int32 ``[T, C]``, ``c * N + d_c(i, j)``: row of a table of powers.
-        upper: int64 ``[T]``, ``i * N + j``.
-        expand: int64 ``[N * N]``, the pair of each two patches.
+        rows: int32 ``[T, C]``, ``c * N + d_c(i, j)``: rows of a table of powers.
+        pair: int64 ``[N * N]``, the pair that two patches are.
     """
 
     rows: torch.Tensor
-    upper: torch.Tensor
-    expand: torch.Tensor
+    pair: torch.Tensor
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> 'Pairs':
         """From integer positions ``[C, N, D]``."""
-        num_patches = positions.shape[1]
-        i, j = torch.triu_indices(num_patches, num_patches, device=positions.device)
-        rows = (positions[:, i] - positions[:, j]).abs().sum(-1)
-        rows += torch.arange(len(positions), device=positions.device)[:, None] * num_patches
-        expand = torch.empty(num_patches, num_patches, dtype=torch.int64, device=positions.device)
-        pair = torch.arange(len(i), device=positions.device)
-        expand[i, j] = pair
-        expand[j, i] = pair
-        return cls(rows.to(torch.int32).t().contiguous(), i * num_patches + j, expand.flatten())
+        num_components, num_patches, _ = positions.shape
+        device = positions.device
+        i, j = torch.triu_indices(num_patches, num_patches, dtype=torch.int32, device=device)
+        rows = torch.arange(0, num_components * num_patches, num_patches, dtype=torch.int32, device=device)
+        for coordinate in positions.to(torch.int32).permute(2, 1, 0).contiguous():  # [N, C]
+            rows = coordinate.index_select(0, i).sub_(coordinate.index_select(0, j)).abs_().add_(rows)
+        patch = torch.arange(num_patches, device=device)
+        first = patch * num_patches - patch * (patch + 1) // 2  # pair (i, j) is first[i] + j
+        smaller, larger = torch.minimum(patch[:, None], patch), torch.maximum(patch[:, None], patch)
+        return cls(rows, (first[smaller] + larger).flatten())
 
 
 class _DecayMask(torch.autograd.Function):
-    """The mask with a backward that recomputes: it saves rates, weights and what all layers share."""
+    """The mask with a backward that recomputes: it saves rates, weights and positions alone."""
 
     @staticmethod
     def forward(ctx, rates, weights, prefix, positions, num_prefix, shared):
         ctx.save_for_backward(rates, weights, positions)
         ctx.num_prefix, ctx.shared = num_prefix, shared
-        rows, _, expand = shared or Pairs.of(positions)
+        rows, pair = shared or Pairs.of(positions)
         num_heads, num_patches = len(rates), positions.shape[1]
         table = (weights[..., None] * _powers(rates, num_patches)).flatten(1).t().contiguous()
-        patches = F.embedding_bag(rows, table, mode='sum').t()
+        values = F.embedding_bag(rows, table, mode='sum').t()  # [H, T]
+        patches = values.index_select(1, pair).view(num_heads, num_patches, num_patches)
         if not num_prefix:
-            return patches.index_select(1, expand).view(num_heads, num_patches, num_patches)
+            return patches
         length = num_prefix + num_patches
         mask = rates.new_ones(num_heads, length, length)
         if prefix is not None:
             mask *= prefix[:, None, None]
-        mask[:, num_prefix:, num_prefix:] = patches.index_select(1, expand).view(num_heads, num_patches, num_patches)
+        mask[:, num_prefix:, num_prefix:] = patches
         return mask
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         rates, weights, positions = ctx.saved_tensors
-        rows, upper, _ = ctx.shared or Pairs.of(positions)
+        rows, pair = ctx.shared or Pairs.of(positions)
+        num_heads, num_patches = len(rates), positions.shape[1]
         patches = grad[:, ctx.num_prefix :, ctx.num_prefix :]
-        num_patches = patches.shape[-1]
-        folded = (patches + patches.transpose(1, 2)).flatten(1).index_select(1, upper)
-        by_distance = grad.new_zeros(len(rates), rates.shape[1] * num_patches)
-        for component in rows.t().contiguous():
-            by_distance.index_add_(1, component, folded)
-        by_distance = by_distance.view(*rates.shape, num_patches)
-        by_distance[..., 0] /= 2  # the diagonal was folded onto itself
+        by_pair = grad.new_zeros(num_heads, len(rows))
+        by_pair.scatter_add_(1, pair.expand(num_heads, -1), patches.flatten(1))
+        by_distance = grad.new_zeros(num_heads, rates.shape[1] * num_patches)
+        for component in rows.unbind(1):
+            by_distance.scatter_add_(1, component.long().expand(num_heads, -1), by_pair)
         steps = torch.arange(num_patches, device=rates.device, dtype=rates.dtype)
-        by_distance *= _powers(rates, num_patches)
+        by_distance = by_distance.view(*rates.shape, num_patches) * _powers(rates, num_patches)
         grad_rates = -weights * (by_distance * steps).sum(-1)
         # whatever is not between two patches
         grad_prefix = grad.sum((1, 2)) - patches.sum((1, 2)) if ctx.needs_input_grad[2] else None
