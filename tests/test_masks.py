@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from violin_timm import curve_order
+from violin_timm import curve_order, masks
 from violin_timm.attention import Decay
 from violin_timm.geometry import DEFAULT_CURVES, GEOMETRIES, components, positions
-from violin_timm.masks import _plain_mask, decay_mask, decay_rates
+from violin_timm.masks import Pairs, _plain_mask, decay_mask, decay_rates
 from violin_timm.settings import MaskSettings
 
 GRIDS = [(1, 1), (1, 6), (5, 1), (3, 4), (4, 3), (3, 3)]
@@ -244,3 +244,36 @@ def test_one_mask_serves_every_grid():
     decay = Decay(2, MaskSettings(curves='raster'))
     small, large = decay(as_positions(('raster',), 1, 5)), decay(as_positions(('raster',), 6, 6))
     torch.testing.assert_close(small[:, 0], large[:, 0, :5])
+
+
+def by_every_way(monkeypatch, names, height, width, num_prefix, dtype):
+    """Mask and gradients of rates, weights and prefix: pairs shared, all lines at once, and one line at a time."""
+    beta, weights = inputs(3, names, dtype=dtype)
+    prefix = torch.rand(3, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    place = as_positions(names, height, width)
+    length = num_prefix + height * width
+    grad = torch.randn(3, length, length, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    for block, pairs in ((2**25, Pairs.of(place)), (2**25, None), (1, None)):
+        monkeypatch.setattr(masks, 'BLOCK_BYTES', block)
+        mask = decay_mask(decay_rates(beta), weights, place, num_prefix, prefix, pairs)
+        wanted = (beta, weights, prefix)[: 3 if num_prefix else 2]
+        yield mask.detach(), *torch.autograd.grad(mask, wanted, grad)
+
+
+@pytest.mark.parametrize('num_prefix', [0, 2])
+@pytest.mark.parametrize('names', [DEFAULT_CURVES, ('manhattan', 'snake'), ('random1',)])
+def test_shared_pairs_and_blocks_agree(names, num_prefix, monkeypatch):
+    shared, whole, lines = by_every_way(monkeypatch, names, 4, 5, num_prefix, torch.float64)
+    for a, b, c in zip(shared, whole, lines, strict=True):
+        assert a.abs().sum() > 0
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c)
+
+
+def test_pairs_are_the_distances():
+    place = as_positions(('hilbert', 'manhattan'), 3, 4)
+    rows, pair = Pairs.of(place)
+    distances = (place[:, :, None] - place[:, None]).abs().sum(-1)
+    for c in range(2):
+        assert torch.equal(rows[pair, c].view(12, 12) - c * 12, distances[c])
+    assert len(rows) == 12 * 13 // 2

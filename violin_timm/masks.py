@@ -10,12 +10,14 @@ pair of patches; symmetry halves the pairs. The backward sums gradients by dista
 single curves: what is stored is one ``[H, L, L]`` per layer, whatever the number of curves.
 """
 
-from typing import NamedTuple, Optional
+from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 
 __all__ = ['Pairs', 'decay_mask', 'decay_rates']
+
+BLOCK_BYTES = 32 * 2**20  # of distances at a time, where layers do not share them
 
 
 def decay_rates(beta: torch.Tensor) -> torch.Tensor:
@@ -63,38 +65,63 @@ class _DecayMask(torch.autograd.Function):
     def forward(ctx, rates, weights, prefix, positions, num_prefix, shared):
         ctx.save_for_backward(rates, weights, positions)
         ctx.num_prefix, ctx.shared = num_prefix, shared
-        rows, pair = shared or Pairs.of(positions)
         num_heads, num_patches = len(rates), positions.shape[1]
-        table = (weights[..., None] * _powers(rates, num_patches)).flatten(1).t().contiguous()
-        values = F.embedding_bag(rows, table, mode='sum').t()  # [H, T]
-        patches = values.index_select(1, pair).view(num_heads, num_patches, num_patches)
-        if not num_prefix:
-            return patches
         length = num_prefix + num_patches
         mask = rates.new_ones(num_heads, length, length)
-        if prefix is not None:
+        if num_prefix and prefix is not None:
             mask *= prefix[:, None, None]
-        mask[:, num_prefix:, num_prefix:] = patches
+        patches = mask[:, num_prefix:, num_prefix:]
+        table = (weights[..., None] * _powers(rates, num_patches)).flatten(1).t().contiguous()
+        if shared is None:
+            for lines, rows in _blocks(positions):
+                patches[:, lines] = (
+                    F.embedding_bag(rows, table, mode='sum').view(-1, num_patches, num_heads).permute(2, 0, 1)
+                )
+            return mask
+        values = F.embedding_bag(shared.rows, table, mode='sum').t().contiguous()  # [H, T]
+        for head, value in zip(patches, values):
+            head.copy_(value.index_select(0, shared.pair).view(num_patches, num_patches))
         return mask
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         rates, weights, positions = ctx.saved_tensors
-        rows, pair = ctx.shared or Pairs.of(positions)
         num_heads, num_patches = len(rates), positions.shape[1]
         patches = grad[:, ctx.num_prefix :, ctx.num_prefix :]
-        by_pair = grad.new_zeros(num_heads, len(rows))
-        by_pair.scatter_add_(1, pair.expand(num_heads, -1), patches.flatten(1))
         by_distance = grad.new_zeros(num_heads, rates.shape[1] * num_patches)
-        for component in rows.unbind(1):
-            by_distance.scatter_add_(1, component.long().expand(num_heads, -1), by_pair)
+        if ctx.shared is None:
+            for lines, rows in _blocks(positions):
+                _sum_by_row(by_distance, rows, patches[:, lines].flatten(1))
+        else:
+            rows, pair = ctx.shared
+            by_pair = grad.new_zeros(num_heads, len(rows))
+            by_pair.scatter_add_(1, pair.expand(num_heads, -1), patches.flatten(1))
+            _sum_by_row(by_distance, rows, by_pair)
         steps = torch.arange(num_patches, device=rates.device, dtype=rates.dtype)
         by_distance = by_distance.view(*rates.shape, num_patches) * _powers(rates, num_patches)
         grad_rates = -weights * (by_distance * steps).sum(-1)
         # whatever is not between two patches
         grad_prefix = grad.sum((1, 2)) - patches.sum((1, 2)) if ctx.needs_input_grad[2] else None
         return grad_rates, by_distance.sum(-1), grad_prefix, None, None, None
+
+
+def _blocks(positions: torch.Tensor) -> Iterator[Tuple[slice, torch.Tensor]]:
+    """`Pairs.rows` of whole lines of the mask, int32 ``[lines * N, C]``, as many at a time as fit `BLOCK_BYTES`."""
+    num_components, num_patches, _ = positions.shape
+    size = max(1, BLOCK_BYTES // (4 * num_components * num_patches))
+    offset = torch.arange(0, num_components * num_patches, num_patches, dtype=torch.int32, device=positions.device)
+    coordinates = positions.to(torch.int32).permute(2, 1, 0).contiguous()  # [D, N, C]
+    for start in range(0, num_patches, size):
+        lines = slice(start, min(start + size, num_patches))
+        rows = sum((c[lines, None] - c).abs_() for c in coordinates).add_(offset)
+        yield lines, rows.flatten(0, 1)
+
+
+def _sum_by_row(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Add values ``[H, T]`` to ``total [H, C * N]`` at rows ``[T, C]``."""
+    for component in rows.unbind(1):
+        total.scatter_add_(1, component.long().expand(len(values), -1), values)
 
 
 def _powers(rates: torch.Tensor, num_patches: int) -> torch.Tensor:

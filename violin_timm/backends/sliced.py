@@ -66,11 +66,15 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, buffer: torch.Tensor
     return out.copy_(torch.bmm(q * scale, k.transpose(1, 2)))
 
 
-def _meet(scores: torch.Tensor, mask: torch.Tensor, add: bool) -> torch.Tensor:
-    """Mask the scores ``[b * H, R, L]`` in place."""
-    by_image = scores.view(-1, *mask.shape)
-    by_image.add_(mask) if add else by_image.mul_(mask)
-    return scores
+def _meet(scores: torch.Tensor, mask: torch.Tensor, add: bool, out: torch.Tensor) -> torch.Tensor:
+    """Mask scores ``[b * H, R, L]`` with a mask ``[H, R, L]`` into `out`, which may be the scores themselves."""
+    operation = torch.add if add else torch.mul
+    operation(_by_image(scores, mask), mask, out=_by_image(out, mask))
+    return out
+
+
+def _by_image(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, *mask.shape)
 
 
 def _forward(q, k, v, mask, scale, add):
@@ -79,7 +83,8 @@ def _forward(q, k, v, mask, scale, add):
     with torch.autocast(q.device.type, enabled=False):
         buffer = _buffer(q, mask)
         for images, rows in _slices(q, mask.itemsize):
-            logits = _meet(_scores(_fold(q[images, :, rows]), _fold(k[images]), scale, buffer), mask[:, rows], add)
+            logits = _scores(_fold(q[images, :, rows]), _fold(k[images]), scale, buffer)
+            _meet(logits, mask[:, rows], add, out=logits)
             torch.softmax(logits, -1, out=logits)
             attended = torch.bmm(logits.to(v.dtype), _fold(v[images]))
             out[images, :, rows] = attended.view(-1, H, *attended.shape[1:])
@@ -100,35 +105,49 @@ class _SlicedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v, mask, out = ctx.saved_tensors
-        scale, add = ctx.scale, ctx.add
-        H = q.shape[1]
-        grad_q, grad_k, grad_v = (torch.zeros_like(t) for t in (q, k, v))
+        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
         grad_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         delta = (grad * out).sum(-1, keepdim=True, dtype=mask.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            scores_room, weights_room, grads_room = (_buffer(q, mask) for _ in range(3))
+            room = [_buffer(q, mask) for _ in range(3)]
             for images, rows in _slices(q, mask.itemsize):
-                q_, k_, v_, grad_ = (
-                    _fold(t) for t in (q[images, :, rows], k[images], v[images], grad[images, :, rows])
-                )
-                scores = _scores(q_, k_, scale, scores_room)
-                weights = weights_room[: scores.numel()].view_as(scores)
-                weights = _meet(weights.copy_(scores), mask[:, rows], add)
-                torch.softmax(weights, -1, out=weights)
-                grad_v[images] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_).view(-1, H, *v.shape[2:])
-                # through the softmax: dS = P * (dP - rowsum(dO * O))
-                grads = _scores(grad_, v_, 1.0, grads_room)
-                grads.sub_(_fold(delta[images, :, rows])).mul_(weights)
-                by_image = grads.view(-1, *mask[:, rows].shape)
-                if grad_mask is not None:
-                    for image, score in zip(by_image, scores.view_as(by_image)):
-                        if add:
-                            grad_mask[:, rows].add_(image)
-                        else:
-                            grad_mask[:, rows].addcmul_(image, score)
-                if not add:
-                    by_image.mul_(mask[:, rows])
-                grads = grads.mul_(scale).to(q.dtype)
-                grad_q[images, :, rows] = torch.bmm(grads, k_).view(-1, H, *q_.shape[1:])
-                grad_k[images] += torch.bmm(grads.transpose(1, 2), q_).view(-1, H, *k.shape[2:])
-        return grad_q, grad_k, grad_v, grad_mask, None, None
+                part = [_fold(t) for t in (q[images, :, rows], k[images], v[images])]
+                into = [_fold_view(t) for t in (grads[0][images, :, rows], grads[1][images], grads[2][images])]
+                outer = [_fold(t) for t in (grad[images, :, rows], delta[images, :, rows])]
+                whole = None if grad_mask is None else grad_mask[:, rows]
+                _slice_backward(part, mask[:, rows], *outer, into, whole, room, ctx.scale, ctx.add)
+        return *grads, grad_mask, None, None
+
+
+def _fold_view(x: torch.Tensor) -> torch.Tensor:
+    """`_fold` that never copies: rows are sliced within one image only."""
+    return x[0] if len(x) == 1 else x.view(-1, *x.shape[2:])
+
+
+def _slice_backward(qkv, mask, grad, delta, into, grad_mask, room, scale, add):
+    """Gradients of one slice, added to `into` (those of q, k, v) and `grad_mask`.
+
+    Args:
+        qkv: ``q [G, R, D]``, ``k`` and ``v [G, L, D]``, with G = images * heads.
+        mask: ``[H, R, L]``.
+        grad: Of the output, ``[G, R, D]``.
+        delta: ``rowsum(grad * output)``, ``[G, R, 1]``.
+    """
+    q, k, v = qkv
+    scores = _scores(q, k, scale, room[0])
+    weights = room[1][: scores.numel()].view_as(scores)
+    torch.softmax(_meet(scores, mask, add, out=weights), -1, out=weights)
+    into[2].baddbmm_(weights.to(v.dtype).transpose(1, 2), grad)
+    # through the softmax: dS = P * (dP - rowsum(dO * O))
+    grads = _scores(grad, v, 1.0, room[2]).sub_(delta).mul_(weights)
+    if grad_mask is not None:
+        for image, score in zip(_by_image(grads, mask), _by_image(scores, mask)):
+            if add:
+                grad_mask.add_(image)
+            else:
+                grad_mask.addcmul_(image, score)
+    if not add:
+        _meet(grads, mask, add, out=grads)
+    grads = grads.to(q.dtype)
+    into[0].baddbmm_(grads, k, alpha=scale)
+    into[1].baddbmm_(grads.transpose(1, 2), q, alpha=scale)
