@@ -157,7 +157,7 @@ def test_every_flag_is_read_somewhere():
     import timm.scheduler
 
     from violin_timm.data import datasets
-    from violin_timm.engine import build, checkpoints, distributed, logging, optim
+    from violin_timm.engine import build, checkpoints, distillation, distributed, logging, optim
     from violin_timm.recipes import supervised
 
     read = {'input_size', 'img_size', 'in_chans', 'crop_pct', 'mean', 'std', 'interpolation'}  # timm's data config
@@ -172,6 +172,7 @@ def test_every_flag_is_read_somewhere():
                 read.add(node.attr)
             if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'getattr':
                 read.add(getattr(node.args[1], 'value', None))
+    read.update(*(flags.values() for _, flags in distillation.KINDS.values()))
     assert set(FLAGS) - read == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from typing import Any
 
 import torch
 from timm.data import resolve_data_config
@@ -17,9 +18,10 @@ from timm.models import (
     resolve_model_input_args,
     split_model_name_tag,
 )
-from timm.task import ClassificationTask
+from timm.task import ClassificationTask, TrainingTask
 from torch import nn
 
+from . import distillation
 from .config import ConfigError, nearest
 from .distributed import World
 from .logging import log
@@ -39,6 +41,7 @@ def check(args: Namespace) -> None:
         raise ConfigError('wandb_resume_id: needs resume')
     if args.bce_loss is False and (args.bce_sum or args.bce_target_thresh is not None or args.bce_pos_weight):
         raise ConfigError('bce_sum, bce_target_thresh and bce_pos_weight need bce_loss')
+    distillation.check(args)
 
 
 def import_modules(args: Namespace) -> None:
@@ -110,14 +113,15 @@ def data_config(args: Namespace, model: nn.Module) -> dict:
     return config
 
 
-def build_task(args: Namespace, world: World, model: nn.Module, mixed: bool) -> ClassificationTask:
-    """timm's task around a model on its device: loss, moving average, compilation, DDP.
+def create_task(args: Namespace, world: World, model: nn.Module, mixed: bool, config: dict[str, Any]) -> TrainingTask:
+    """timm's task around a model on its device: its loss, and its teacher where one is asked for.
 
     Args:
         args: Settings of the run.
         world: This process.
-        model: Its parameters may have been frozen by the optimizer, which therefore comes first.
+        model: What is trained.
         mixed: Whether targets are the distributions that mixing makes, smoothed already, instead of class indices.
+        config: From `data_config`.
     """
     kind = {'loss_type': 'ce'}
     if args.bce_loss:
@@ -128,7 +132,13 @@ def build_task(args: Namespace, world: World, model: nn.Module, mixed: bool) -> 
             'pos_weight': args.bce_pos_weight,
         }
     loss = create_classification_loss(smoothing=args.smoothing, soft_targets=mixed, **kind)
-    task = ClassificationTask(model, loss, device=world.device, verbose=False)
+    if args.kd_model_name:
+        return distillation.create_distillation(args, world, model, loss, config)
+    return ClassificationTask(model, loss, device=world.device, verbose=False)
+
+
+def ready_task(args: Namespace, world: World, task: TrainingTask) -> None:
+    """Moving average, compilation and DDP, in place; after the optimizer, which may freeze parameters."""
     if args.model_ema:
         place = torch.device('cpu') if args.model_ema_force_cpu else None
         task.setup_ema(decay=args.model_ema_decay, use_warmup=args.model_ema_warmup, device=place)
@@ -138,4 +148,3 @@ def build_task(args: Namespace, world: World, model: nn.Module, mixed: bool) -> 
     if world.distributed:
         devices = None if world.device.type == 'cpu' else [world.device]
         task.prepare_distributed(device_ids=devices, broadcast_buffers=not args.no_ddp_bb)
-    return task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from timm.task import ClassificationTask, evaluation_sample_limit
+from timm.task import TrainingTask, evaluation_sample_limit
 from torch import nn
 
 from ..data.datasets import Batches
@@ -12,7 +12,7 @@ from .optim import Stepper
 
 
 def evaluate(
-    model: nn.Module, batches: Batches, task: ClassificationTask, stepper: Stepper, world: World
+    model: nn.Module, batches: Batches, task: TrainingTask, stepper: Stepper, world: World
 ) -> dict[str, float]:
     """Mean cross entropy and accuracies of a model, each image of the split counted once over all processes.
 

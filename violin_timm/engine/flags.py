@@ -199,6 +199,18 @@ _EMA = (
     Flag('best_by', str, 'model', 'whose metric chooses the best checkpoint', ('model', 'ema'), ours=True),
 )
 
+DISTILLATION = (
+    Flag('kd_model_name', str, None, 'teacher, with its pretrained weights; local-dir:FOLDER for one of your own'),
+    Flag('kd_distill_type', str, 'logit', 'what is distilled', ('logit', 'feature', 'token')),
+    Flag('kd_loss_type', str, 'kl', 'loss between logits', ('kl',)),
+    Flag('distill_loss_weight', float, None, 'weight of the distillation loss (default: 1, or 1 - task_loss_weight)'),
+    Flag('task_loss_weight', float, None, 'weight of the loss on the labels (default: 1)'),
+    Flag('kd_temperature', float, 4.0, 'temperature of both softmaxes, for logit and token', least=1e-6),
+    Flag('kd_student_feature_dim', int, None, "width of the student's features (default: its own)", least=1),
+    Flag('kd_teacher_feature_dim', int, None, "width of the teacher's features (default: its own)", least=1),
+    Flag('kd_token_distill_type', str, 'soft', "the teacher's distribution, or its best class", ('soft', 'hard')),
+)
+
 _RUN = (
     Flag('seed', int, 42, 'random seed', least=0),
     Flag('worker_seeding', str, 'all', 'which generators of a loader worker are seeded', ('all', 'part')),
@@ -228,6 +240,7 @@ GROUPS = {
     'learning rate schedule': _SCHEDULE,
     'augmentation and regularisation': _AUGMENTATION,
     'moving average of the weights': _EMA,
+    'distillation': DISTILLATION,
     'run': _RUN,
 }
 
@@ -245,8 +258,6 @@ REFUSED = frozenset(
     train_size_random_mix train_batches_per_epoch train_steps_per_epoch variable_batch_loss_scale
     naflex_loader naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs
     naflex_loss_scale naflex_patchify_channels_first
-    kd_model_name kd_distill_type kd_loss_type distill_loss_weight task_loss_weight kd_temperature
-    kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type
     """.split()  # noqa: SIM905, two hundred quotes and commas are harder to read
 )
 

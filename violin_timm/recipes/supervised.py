@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from timm.models import safe_model_name
-from timm.task import ClassificationTask
+from timm.task import TrainingTask
 from timm.utils import random_seed, unwrap_model, update_summary
 from torch import nn
 
@@ -48,7 +48,7 @@ class Run:
     args: Namespace
     world: World
     model: nn.Module  # what is evaluated: neither DDP nor the task, but compiled where asked for
-    task: ClassificationTask
+    task: TrainingTask
     train: Batches
     validation: Batches | None
     test: Batches | None
@@ -109,8 +109,9 @@ def prepare(args: Namespace, world: World) -> Run:
         for split in (args.val_split, args.test_split)
     )
 
-    optimizer = create_optimizer(args, model, lr := learning_rate(args, world))
-    task = build.build_task(args, world, model, mixed=train.mixup is not None)
+    task = build.create_task(args, world, model, train.mixup is not None, config)
+    optimizer = create_optimizer(args, task.get_trainable_module(), lr := learning_rate(args, world))
+    build.ready_task(args, world, task)
     updates = math.ceil(len(train) / args.grad_accum_steps)
     if world.primary:
         log.info('%s: %d parameters, lr %.3e, %d updates per epoch', args.model, _size(model), lr, updates)
