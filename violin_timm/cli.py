@@ -1,7 +1,7 @@
 """The command line: `violin <command> ...`, the same as `python -m violin_timm <command> ...`.
 
 A command is one row of `COMMANDS`; its module is imported when it is called. Exit status: 0, 1 for a run that failed, 2
-for a command line or config that cannot be.
+for a command line or config that cannot be, 143 for a training that SIGTERM ended after saving.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import importlib
 import sys
 
 from .engine.config import ConfigError, nearest, parse
+from .engine.flags import TRAIN, Table
+from .recipes import tables
 
 # name: (module, function of the arguments that returns an exit status, help)
 COMMANDS = {
     'train': ('violin_timm.cli', 'train', 'train an image classifier'),
+    'dino': ('violin_timm.cli', 'dino', 'pretrain a backbone without labels'),
+    'knn': ('violin_timm.cli', 'knn', 'measure frozen features by k-NN'),
+    'linear': ('violin_timm.cli', 'linear', 'measure frozen features by a linear classifier'),
     'sweep': ('violin_timm.recipes.sweep', 'command', 'train every point of a wandb sweep file, and compare them'),
     'visualize': ('violin_timm.viz.command', 'main', "draw a model's curves, masks, half-lives and alpha"),
     'benchmark': ('violin_timm.evals.benchmark', 'main', "time and memory beside timm's plain models"),
@@ -23,27 +28,43 @@ COMMANDS = {
 
 
 def train(argv: list[str]) -> int:
-    """`violin train`: settings first, and torch only once they are right.
+    """`violin train`. Like those below: arguments after the command -> exit status."""
+    return _run(argv, TRAIN, 'violin_timm.recipes.supervised')
 
-    Args:
-        argv: Arguments after the command.
 
-    Returns:
-        Exit status.
-    """
+def dino(argv: list[str]) -> int:
+    """`violin dino`."""
+    return _run(argv, tables.DINO, 'violin_timm.recipes.dino')
+
+
+def knn(argv: list[str]) -> int:
+    """`violin knn`."""
+    return _run(argv, tables.KNN, 'violin_timm.evals.knn')
+
+
+def linear(argv: list[str]) -> int:
+    """`violin linear`."""
+    return _run(argv, tables.LINEAR, 'violin_timm.evals.linear')
+
+
+def _run(argv: list[str], table: Table, module: str) -> int:
+    """Settings first, and torch only once they are right; then the module's `run`."""
+    failures: tuple = ()
     try:
-        args = parse(argv)
+        args = parse(argv, table)
+        recipe = importlib.import_module(module)
         from .engine.logging import setup
-        from .recipes import supervised
+        from .engine.stopping import Interrupted, TrainingError
 
+        failures = (TrainingError, Interrupted)
         setup()
-        supervised.run(args)
+        recipe.run(args)
     except ConfigError as err:
-        print(f'violin train: {err}', file=sys.stderr)
+        print(f'{table.command}: {err}', file=sys.stderr)
         return 2
-    except supervised.TrainingError as err:
-        print(f'violin train: {err}', file=sys.stderr)
-        return 1
+    except failures as err:
+        print(f'{table.command}: {err}', file=sys.stderr)
+        return err.status
     return 0
 
 

@@ -4,62 +4,78 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from typing import Any, Callable, Iterable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from PIL import Image
 from timm import data as timm_data
 from timm.data import auto_augment
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch.utils.data import IterableDataset
 
 from ..engine.config import ConfigError
-from ..engine.distributed import World
+from ..engine.distributed import World, seed_batch
 from ..engine.logging import log
+from ..engine.stopping import leave_to_parent
 from .digits import Digits
 from .fashion import Fashion
+from .images import Images, find_split, image_mode
 
 # Sets of our own by name: a function of (split, split_seed, PIL mode). Everything else is timm's.
 EMBEDDED: dict[str, Callable[..., Any]] = {'digits': Digits, 'fashion': Fashion}
 
 
-def create_dataset(args: Namespace, split: str, channels: int, training: bool = False) -> Any:
+def create_dataset(
+    args: Namespace, split: str, channels: int, training: bool = False, classes: Mapping[str, int] | None = None
+) -> Any:
     """The data set of `--dataset`, without a transform.
 
     Args:
         args: Settings of the run.
         split: Name of the split.
-        channels: Image channels of the model; one makes grey images, unless `input_img_mode` says otherwise.
+        channels: Image channels of the model; `input_img_mode`, if given, must have as many.
         training: Whether it is the training split.
+        classes: Labels by class names, those of the training split: a split that lacks a class keeps them.
 
     Raises:
         ConfigError: The data set, its folder or its split is not there.
     """
-    mode = args.input_img_mode or ('RGB' if channels == 3 else 'L')
+    mode = image_mode(args.input_img_mode, channels)
     if args.dataset in EMBEDDED:
         try:
             return EMBEDDED[args.dataset](split, split_seed=args.split_seed, input_img_mode=mode)
         except (ValueError, ImportError) as err:
             raise ConfigError(str(err)) from err
-    if '/' not in args.dataset:
-        _check_folder(args)
+    root = args.data_dir if '/' in args.dataset else _find_folder(args, split, training)
     extra = {'seed': args.seed, 'repeats': args.epoch_repeats} if training else {}
-    return timm_data.create_dataset(
-        args.dataset,
-        root=args.data_dir,
-        split=split,
-        is_training=training,
-        class_map=args.class_map,
-        download=args.dataset_download,
-        batch_size=args.batch_size,
-        input_img_mode=mode,
-        input_key=args.input_key,
-        target_key=args.target_key,
-        num_samples=args.train_num_samples if training else args.val_num_samples,
-        trust_remote_code=args.dataset_trust_remote_code,
-        **extra,
-    )
+    try:
+        dataset = timm_data.create_dataset(
+            args.dataset,
+            root=root,
+            split=split,
+            search_split='/' in args.dataset,
+            is_training=training,
+            class_map=args.class_map,
+            download=args.dataset_download,
+            batch_size=args.batch_size,
+            input_img_mode=mode,
+            input_key=args.input_key,
+            target_key=args.target_key,
+            num_samples=args.train_num_samples if training else args.val_num_samples,
+            trust_remote_code=args.dataset_trust_remote_code,
+            **extra,
+        )
+    except (AssertionError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as err:
+        name = args.dataset or root
+        raise ConfigError(f'dataset: {name!r}, split {split!r}, cannot be opened: {err or type(err).__name__}') from err
+    if hasattr(dataset, '__len__') and not isinstance(dataset, IterableDataset):
+        return Images(dataset, mode, args.bad_images, split, None if args.class_map else classes)
+    return dataset
 
 
-def _check_folder(args: Namespace) -> None:
+def _find_folder(args: Namespace, split: str, training: bool) -> str:
     if args.dataset not in ('', 'folder', 'image_folder'):
         raise ConfigError(
             f"dataset: got {args.dataset!r}; choose from {', '.join(EMBEDDED)}, timm's "
@@ -67,6 +83,13 @@ def _check_folder(args: Namespace) -> None:
         )
     if not args.data_dir or not os.path.exists(args.data_dir):
         raise ConfigError(f'data_dir: got {args.data_dir!r}; expected the folder of the data set')
+    flag = 'train_split' if training else 'test_split' if split == args.test_split else 'val_split'
+    return find_split(args.data_dir, split, flag)
+
+
+def leaves_files(args: Namespace) -> bool:
+    """Whether opening the data set may download or unpack it."""
+    return args.dataset_download or args.dataset == 'fashion' or args.dataset.split('/')[0] in ('torch', 'hfds', 'tfds')
 
 
 class Batches:
@@ -86,31 +109,57 @@ class Batches:
         channels_last: bool = False,
     ) -> None:
         self.loader, self.device, self.prefetched = loader, world.device, prefetched
+        self.seed, self.rank, self.replay = seed, world.rank, None
         self.mixup, self.mixup_off_epoch, self.channels_last = mixup, mixup_off_epoch, channels_last
         sampler = getattr(loader, 'sampler', None)
         if hasattr(sampler, 'set_epoch') and hasattr(sampler, 'seed'):
             sampler.seed = seed  # timm leaves torch's 0: runs of different seeds would see one order
+        if isinstance(sampler, RepeatAugSampler):
+            # timm rounds down to a multiple of 256, which leaves much of a small set out
+            sampler.num_selected_samples = -(-len(sampler.dataset) // world.size)
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch, in samplers and data sets that need to be told, and switch mixing."""
+    def set_epoch(self, epoch: int, done: int | None = None) -> None:
+        """Choose the order of the epoch, in samplers and data sets that need to be told, and switch mixing.
+
+        Args:
+            epoch: Counted from 0.
+            done: Batches that are not to come, being done before. What they draw is drawn again: the others are those
+                of the whole epoch. Given, each batch is drawn from seed, epoch, rank and its number alone, whatever
+                the model drew in between.
+        """
         for part in (self.loader.dataset, self.loader.sampler):
-            if hasattr(part, 'set_epoch'):
+            if isinstance(part, RepeatAugSampler):
+                part.set_epoch(self.seed + epoch)  # as torch's own sampler has it
+            elif hasattr(part, 'set_epoch'):
                 part.set_epoch(epoch)
         if self.mixup is not None:
             self.mixup.mixup_enabled = not self.mixup_off_epoch or epoch < self.mixup_off_epoch
+        self.replay = None if done is None else (epoch, done)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, targets in self.loader:
-            if not self.prefetched:
-                images, targets = images.to(self.device), targets.to(self.device)
-                if self.mixup is not None:
-                    images, targets = self.mixup(images, targets)
-            if self.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            yield images, targets
+        epoch, done = self.replay or (0, 0)
+        batches = iter(self.loader)
+        for number in count():
+            if self.replay:
+                seed_batch(self.seed, epoch, self.rank, number)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            prepared = self._prepare(*batch)
+            if number >= done:
+                yield prepared
+
+    def _prepare(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.prefetched:
+            images, targets = images.to(self.device), targets.to(self.device)
+            if self.mixup is not None:
+                images, targets = self.mixup(images, targets)
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, targets
 
 
 def training_batches(args: Namespace, dataset: Any, data_config: dict, num_classes: int, world: World) -> Batches:
@@ -156,6 +205,7 @@ def training_batches(args: Namespace, dataset: Any, data_config: dict, num_class
         collate_fn=mixup if prefetch else None,
         **_common(args, data_config, world),
     )
+    _shield_workers(loader)
     if not len(loader):
         raise ConfigError(
             f'batch_size: got {args.batch_size} for each of {world.size} process(es), more than the '
@@ -176,6 +226,7 @@ def evaluation_batches(args: Namespace, dataset: Any, data_config: dict, world: 
         crop_mode=data_config['crop_mode'],
         **_common(args, data_config, world),
     )
+    _shield_workers(loader)
     return Batches(loader, world, not args.no_prefetcher, channels_last=args.channels_last)
 
 
@@ -205,7 +256,19 @@ def _common(args: Namespace, data_config: dict, world: World) -> dict[str, Any]:
     )
 
 
+def _init_worker(then: Callable[[int], None], worker: int) -> None:
+    leave_to_parent(worker)
+    then(worker)
+
+
+def _shield_workers(loader: Any) -> None:
+    inner = getattr(loader, 'loader', loader)  # of the prefetcher
+    inner.worker_init_fn = partial(_init_worker, inner.worker_init_fn)
+
+
 def _repeats(args: Namespace, world: World) -> float:
+    if 0 < args.aug_repeats < 1:
+        raise ConfigError(f'aug_repeats: got {args.aug_repeats:g}; expected 0 for none, or at least 1')
     if args.aug_repeats and not world.distributed:
         log.warning(
             'aug_repeats: %g needs several processes; this one sees each image once per epoch', args.aug_repeats

@@ -1,7 +1,7 @@
 """Fashion-MNIST: 70,000 grey images of 28x28 pixels, ten kinds of clothing.
 
-Read from `share/datasets/fashion-mnist`, where Debian's package `dataset-fashion-mnist` puts it; else downloaded through
-torchvision, once, into `$TORCH_HOME/fashion-mnist`; where neither is there, the digits stand in, and a warning says so.
+Read from `share/datasets/fashion-mnist`, where Debian's package `dataset-fashion-mnist` puts it; else downloaded once,
+by torchvision, into `$TORCH_HOME/fashion-mnist`; where neither is there, the digits stand in, and a warning says so.
 
 A permutation fixed by `split_seed` cuts the 60,000 training images into 50,000 to train on and 10,000 to validate; the
 10,000 test images are those of the set; `trainval` is all 60,000. `train[:5000]` is the first 5000 images of a split.
@@ -22,7 +22,12 @@ from ..engine.logging import log
 from . import digits
 from .digits import SPLIT_SEED, Digits
 
-SPLITS = {'train': slice(0, 50000), 'validation': slice(50000, 60000), 'trainval': slice(0, 60000), 'test': slice(0, 10000)}
+SPLITS = {
+    'train': slice(0, 50000),
+    'validation': slice(50000, 60000),
+    'trainval': slice(0, 60000),
+    'test': slice(0, 10000),
+}
 CLASSES = 10
 
 _SLICE = re.compile(r'(\w+)(?:\[:(\d+)\])?')
@@ -93,8 +98,8 @@ def arrays(split: str, split_seed: int = SPLIT_SEED) -> tuple[np.ndarray, np.nda
     loaded = _load('t10k' if name == 'test' else 'train')
     if loaded is None:
         log.warning('fashion: the digits stand in for Fashion-MNIST; numbers are of that set')
-        parts = [digits.arrays(part, split_seed) for part in (('train', 'validation') if name == 'trainval' else (name,))]
-        images, labels = map(np.concatenate, zip(*parts))
+        names = ('train', 'validation') if name == 'trainval' else (name,)
+        images, labels = map(np.concatenate, zip(*(digits.arrays(part, split_seed) for part in names)))
         return images[:count], labels[:count]  # a smaller set: as many as there are
     images, labels = loaded
     if name != 'test':

@@ -134,7 +134,9 @@ class _Order:
         return self.images // (self.batch_size * self.world.size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))).permutation(self.images)
+        # RandomState's stream is frozen for good, default_rng's is not.
+        seeds = np.random.SeedSequence([self.seed, self.epoch]).generate_state(4)
+        order = np.random.RandomState(seeds).permutation(self.images)
         together = self.batch_size * self.world.size
         for batch in range(len(self)):
             mine = order[batch * together + self.world.rank : (batch + 1) * together : self.world.size]
@@ -144,7 +146,7 @@ class _Order:
 class CropBatches:
     """Batches of views, normalised and on the device: a list with one `[B, C, H, W]` float32 for each crop.
 
-    The last images of an epoch, too few for a batch, are left out; another epoch has others. The same images make up the
+    The last images of an epoch, too few for a batch, are left out; another epoch has others. The same images make up an
     update whatever the number of processes, as long as the batches of all are as large together.
     """
 
@@ -178,9 +180,7 @@ class CropBatches:
                 f'batch_size: got {batch_size} for each of {world.size} process(es), more than the {len(dataset)} '
                 f'images of the training split'
             )
-        self.mean, self.std = (
-            torch.tensor(values, device=world.device).view(-1, 1, 1) * 255 for values in (mean, std)
-        )
+        self.mean, self.std = (torch.tensor(values, device=world.device).view(-1, 1, 1) * 255 for values in (mean, std))
         # Workers are started anew each epoch, or they would not learn of it.
         self.loader = DataLoader(dataset, batch_sampler=self.order, num_workers=workers, pin_memory=pin_mem)
 

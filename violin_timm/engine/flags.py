@@ -65,6 +65,7 @@ _DATA = (
     Flag('dataset_download', bool, False, 'let torch/ and tfds/ data sets download themselves'),
     Flag('class_map', str, '', 'file that maps class names to indices'),
     Flag('input_img_mode', str, None, 'PIL mode images are converted to (default: L for one channel, else RGB)'),
+    Flag('bad_images', str, 'skip', 'at an image that cannot be read', ('skip', 'stop'), ours=True),
     Flag('input_key', str, None, 'key of the image in a sample, for hfds/, hfids/ and wds/'),
     Flag('target_key', str, None, 'key of the label in a sample, for hfds/, hfids/ and wds/'),
     Flag('dataset_trust_remote_code', bool, False, 'let a Hugging Face data set run code from its repository'),
@@ -294,8 +295,10 @@ def shared(*names: str, **defaults: Any) -> tuple[Flag, ...]:
 
     Args:
         names: Which, with the defaults they have there.
-        defaults: Which, with another default.
+        defaults: Which, with another default; None, where that was the default, stays allowed.
     """
-    return tuple(FLAGS[name] for name in names) + tuple(
-        replace(FLAGS[name], default=default) for name, default in defaults.items()
-    )
+    rows = [FLAGS[name] for name in names]
+    for name, default in defaults.items():
+        flag = FLAGS[name]
+        rows.append(replace(flag, default=default, nullable=flag.nullable or flag.default is None))
+    return tuple(rows)

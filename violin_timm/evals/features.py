@@ -195,7 +195,7 @@ def extract(
 
 
 def _in_order(part: torch.Tensor, count: int, world: World) -> torch.Tensor:
-    """Rows of all processes `[count, ...]`, where process r of R has rows r, r + R, ... and perhaps repeats to fill up."""
+    """Rows of all processes `[count, ...]`; process r of R has rows r, r + R, ... and perhaps repeats to fill up."""
     if not world.distributed:
         return part[:count]
     size = math.ceil(count / world.size)

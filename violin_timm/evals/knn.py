@@ -16,11 +16,10 @@ import torch.nn.functional as F
 
 from ..data.datasets import Batches
 from ..engine import build, distributed
-from ..engine.config import ConfigError
 from ..engine.distributed import World
 from ..engine.logging import log
 from .features import Features, Pixels, extract, inherit, load_backbone, split_batches
-from .report import record
+from .report import record, show
 
 QUERY_BLOCK, GALLERY_BLOCK = 1024, 65536  # similarities at a time: 256 MiB
 
@@ -113,11 +112,15 @@ def run(args: Namespace) -> dict[str, dict[int, tuple[float, float]]]:
     try:
         model = load_backbone(args, checkpoint, world)
         config = build.data_config(args, model)
-        gallery, queries = (split_batches(args, split, config, world) for split in (args.gallery_split, args.query_split))
+        splits = (args.gallery_split, args.query_split)
+        gallery, queries = (split_batches(args, split, config, world) for split in splits)
         kinds = {'features': Features(model)}
         if args.pixels:
             kinds['pixels'] = Pixels(config)
-        return {kind: _measure(args, kind, module, gallery, queries, world) for kind, module in kinds.items()}
+        found = {kind: _measure(args, kind, module, gallery, queries, world) for kind, module in kinds.items()}
+        if world.primary:
+            show(args)
+        return found
     finally:
         distributed.stop(world)
 
@@ -135,13 +138,3 @@ def _measure(
         for k, (top1, top5) in result.items():
             record(args.results, f'{k}-NN', name, where, top1, top5)
     return result
-
-
-def check(args: Namespace) -> None:
-    """Refuse what could only end in nonsense.
-
-    Raises:
-        ConfigError: k below 1, or a temperature that is none.
-    """
-    if min(args.k) < 1 or args.temperature <= 0:
-        raise ConfigError(f'k, temperature: got {args.k}, {args.temperature}; expected at least 1, and above 0')

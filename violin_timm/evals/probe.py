@@ -1,4 +1,4 @@
-"""Evaluations of a backbone while it is pretrained: its features computed once, and what the evaluators make of them."""
+"""Evaluations of a backbone while it is pretrained, by features computed once for all evaluators."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 from ..engine.checkpoints import write_text
@@ -44,3 +45,9 @@ def table(rows: list[Row]) -> str:
         ).rstrip()
         for row in cells
     )
+
+
+def show(args: Namespace) -> None:
+    """Print the table in `args.results`, where `args.table` asks for it."""
+    if args.table and args.results:
+        print(f'\n{table(read(args.results))}')

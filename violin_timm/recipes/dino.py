@@ -3,8 +3,8 @@
     violin dino --config configs/quick/dino_fashion.yaml
     torchrun --nproc-per-node 8 -m violin_timm dino --config configs/dino/small_100.yaml --data-dir IMAGENET
 
-A run leaves `args.yaml`, `summary.csv`, `last.pth.tar`, `baselines.json` and `result.json` in its folder. The teacher is
-the result: `timm.create_model(model, checkpoint_path='last.pth.tar', num_classes=0, ...)` loads it.
+A run leaves `args.yaml`, `summary.csv`, `last.pth.tar`, `baselines.json` and `result.json` in its folder. The teacher
+is the result: `timm.create_model(model, checkpoint_path='last.pth.tar', num_classes=0, ...)` loads it.
 
 As facebookresearch/dino does it, but: position embedding, tokens and all else that the model's `no_weight_decay` names
 take no weight decay; the draws of an image depend on seed, epoch and its index, so that neither `--resume auto` nor the
@@ -135,7 +135,8 @@ def fit(parts: Run) -> None:
     progress = Progress(parts.world, parts.last, len(parts.train), args.log_interval, start)
     began, before = time.perf_counter(), parts.saver.seconds if parts.saver else 0.0
 
-    for parts.epoch in range(start, parts.last):
+    for epoch in range(start, parts.last):
+        parts.epoch = epoch
         loss = train_one_epoch(parts, progress)
         done = parts.epoch + 1
         parts.metrics = {}

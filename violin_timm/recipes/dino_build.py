@@ -46,7 +46,7 @@ def check(args: Namespace) -> None:
             args.warmup_teacher_temp_epochs, epochs,
         )  # fmt: skip
     if args.freeze_last_layer >= epochs:
-        log.warning('freeze_last_layer: got %d of %d epochs; the last layer never learns', args.freeze_last_layer, epochs)
+        log.warning('freeze_last_layer: %d of %d epochs; the last layer never learns', args.freeze_last_layer, epochs)
 
 
 def _check_ranges(args: Namespace) -> None:
@@ -138,8 +138,8 @@ def build_optimizer(args: Namespace, network: CropNetwork) -> torch.optim.Optimi
 class Schedules:
     """Learning rate, weight decay and the teacher's momentum of every update, its temperature of every epoch.
 
-    Functions of the update alone, so that nothing is to be saved: a run made longer since a checkpoint goes on along the
-    longer schedules.
+    Functions of the update alone, so that nothing is to be saved: a run made longer since a checkpoint goes on along
+    the longer schedules.
     """
 
     def __init__(self, args: Namespace, world: World, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> None:

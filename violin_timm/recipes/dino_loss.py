@@ -18,8 +18,8 @@ from torch import nn
 class DinoLoss(nn.Module):
     """Cross entropy between the teacher's view of an image and the student's other views of it.
 
-    With `q = softmax((t - c) / T_t)` of the teacher's outputs `t`, `p = softmax(s / T_s)` of the student's, and a centre
-    `c` that follows the mean of `t`:
+    With `q = softmax((t - c) / T_t)` of the teacher's outputs `t`, `p = softmax(s / T_s)` of the student's, and a
+    centre `c` that follows the mean of `t`:
 
         loss = mean over images and pairs (g, v), g != v, of -sum_k q_g[k] log p_v[k]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any, Sequence
 
 import torch
@@ -18,8 +19,8 @@ from .dino_loss import DinoLoss, clip_each, follow
 class NormedLinear(nn.Module):
     """`y = x (g v / |v|)^T`: a linear layer without bias whose rows have the norms `g`.
 
-    Parameters have the names of torch's old `weight_norm`, `weight_g [out, 1]` and `weight_v [out, in]`, so DINO's heads
-    load; unlike that one it can be copied.
+    Parameters have the names of torch's old `weight_norm`, `weight_g [out, 1]` and `weight_v [out, in]`, so that DINO's
+    heads load; unlike that one it can be copied.
     """
 
     def __init__(self, in_features: int, out_features: int, learn_norm: bool) -> None:
@@ -55,7 +56,7 @@ class DinoHead(nn.Module):
         super().__init__()
         widths = [in_dim, *[hidden_dim] * (layers - 1), bottleneck_dim]
         steps: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:]):
+        for before, after in pairwise(widths):
             steps += [nn.Linear(before, after), nn.GELU()]
         self.mlp = nn.Sequential(*steps[:-1])
         for linear in self.mlp[::2]:
@@ -68,7 +69,7 @@ class DinoHead(nn.Module):
 
 
 class CropNetwork(nn.Module):
-    """A backbone without classifier and a head, on views of several sizes: one forward of the backbone for each size."""
+    """A backbone without classifier and a head, on views of several sizes: a forward of the backbone for each size."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -98,8 +99,9 @@ class CropNetwork(nn.Module):
 class DinoTask(TrainingTask):
     """Student, teacher and loss as timm's training task.
 
-    Checkpoints hold the student's backbone as `state_dict` and the teacher's as `state_dict_ema`, with timm's bare keys,
-    so `timm.create_model(checkpoint_path=)` loads the teacher; heads and centre are in `task_state` and `task_state_ema`.
+    Checkpoints hold the student's backbone as `state_dict` and the teacher's as `state_dict_ema`, with timm's bare
+    keys, so that `timm.create_model(checkpoint_path=)` loads the teacher; heads and centre are elsewhere, in
+    `task_state` and `task_state_ema`.
     """
 
     def __init__(self, student: CropNetwork, loss: DinoLoss, teacher_views: int, device: torch.device) -> None:
@@ -180,7 +182,7 @@ class DinoTask(TrainingTask):
 
 
 class DinoStepper(Stepper):
-    """The step of `violin train`, with the clipping of each gradient by itself, and parameters that may stay as they are."""
+    """The step of `violin train`, with clipping of each gradient by itself, and parameters that may stay put."""
 
     def step(self, loss: torch.Tensor, frozen: Sequence[nn.Parameter] = ()) -> None:
         """One update.

@@ -38,35 +38,76 @@ DINO = Table(
             Flag('warmup_teacher_temp', float, 0.04, 'and at the start', least=1e-6, ours=True),
             Flag('warmup_teacher_temp_epochs', int, 0, 'epochs of that warmup', least=0, ours=True),
             Flag('center_momentum', float, 0.9, 'part of the old centre in the new one', least=0, ours=True),
-            Flag('momentum_teacher', float, 0.996, 'part of the teacher that an update leaves, rising to 1', least=0,
-                 ours=True),
+            Flag(
+                'momentum_teacher',
+                float,
+                0.996,
+                'part of the teacher that an update leaves, rising to 1',
+                least=0,
+                ours=True,
+            ),
         ),
         'device': _DEVICE,
         'optimizer': (
             *shared('opt_eps', 'opt_betas', 'momentum', 'opt_kwargs', opt='adamw', weight_decay=0.04, clip_grad=3.0),
             Flag('weight_decay_end', float, 0.4, 'weight decay at the end, along a cosine', least=0, ours=True),
-            Flag('clip_mode', str, 'each', 'clip the norm of each gradient by itself, or as violin train does',
-                 ('each', 'norm', 'value')),
+            Flag(
+                'clip_mode',
+                str,
+                'each',
+                'clip the norm of each gradient by itself, or as violin train does',
+                ('each', 'norm', 'value'),
+            ),
         ),
         'learning rate schedule': (
-            *shared('lr', 'lr_base_size', 'stop_epoch', 'start_epoch', lr_base=5e-4, lr_base_scale='linear', epochs=100),
-            *shared(warmup_epochs=10, warmup_lr=0.0, min_lr=1e-6),
+            *shared('lr', 'lr_base_size', 'stop_epoch', 'start_epoch', lr_base=5e-4, lr_base_scale='linear'),
+            *shared(epochs=100, warmup_epochs=10, warmup_lr=0.0, min_lr=1e-6),
         ),
         'crops': (
-            Flag('global_size', int, None, "side of the teacher's views, in pixels (default: the model's)", least=1,
-                 ours=True),
+            Flag(
+                'global_size',
+                int,
+                None,
+                "side of the teacher's views, in pixels (default: the model's)",
+                least=1,
+                ours=True,
+            ),
             Flag('global_number', int, 2, 'how many of them', least=1, ours=True),
             Flag('global_scale', float, [0.4, 1.0], 'range of their part of the area', many=True, length=2, ours=True),
             Flag('local_size', int, [96], 'sides of the further views', many=True, least=1, ours=True),
             Flag('local_number', int, [8], 'how many of each side', many=True, least=0, ours=True),
             Flag('local_scale', float, [0.05, 0.4], 'range of their part of the area', many=True, length=2, ours=True),
             *shared('hflip', 'color_jitter_prob', 'grayscale_prob'),
-            Flag('jitter', float, [0.4, 0.4, 0.2, 0.1], 'brightness, contrast, saturation, hue', many=True, length=4,
-                 least=0, ours=True),
-            Flag('blur_prob', float, [1.0, 0.1, 0.5], 'blur: first view, further global ones, local ones', many=True,
-                 length=3, least=0, ours=True),
-            Flag('blur_radius', float, [0.1, 2.0], 'range of its radius in pixels', many=True, length=2, least=0,
-                 ours=True),
+            Flag(
+                'jitter',
+                float,
+                [0.4, 0.4, 0.2, 0.1],
+                'brightness, contrast, saturation, hue',
+                many=True,
+                length=4,
+                least=0,
+                ours=True,
+            ),
+            Flag(
+                'blur_prob',
+                float,
+                [1.0, 0.1, 0.5],
+                'blur: first view, further global ones, local ones',
+                many=True,
+                length=3,
+                least=0,
+                ours=True,
+            ),
+            Flag(
+                'blur_radius',
+                float,
+                [0.1, 2.0],
+                'range of its radius in pixels',
+                many=True,
+                length=2,
+                least=0,
+                ours=True,
+            ),
             Flag('solarize_prob', float, 0.2, 'solarize, on the second view alone', least=0, ours=True),
             Flag('train_interpolation', str, 'bicubic', 'resizing of the views', RESIZE_MODES[1:]),
             *shared('drop', drop_path=0.1),
@@ -103,7 +144,7 @@ _RUN = (
 )
 _INHERITING = (
     'Model, data set and normalisation are those that the checkpoint was trained with, unless given. The data are read '
-    "as by violin train."
+    'as by violin train.'
 )
 
 KNN = Table(
@@ -133,7 +174,8 @@ LINEAR = Table(
     {
         'data': (
             *_DATA,
-            *shared('train_split', 'val_split', 'num_classes', 'scale', 'ratio', 'hflip', train_interpolation='bicubic'),
+            *shared('train_split', 'val_split', 'num_classes', 'scale', 'ratio', 'hflip'),
+            *shared(train_interpolation='bicubic'),
         ),
         'model': _FROZEN,
         'classifier': (
