@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-timm test-timm-all bench gpu-check lint format clean
+.PHONY: help env train dino test test-timm test-timm-all bench gpu-check lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,18 @@ $(STAMP): pyproject.toml setup.py
 
 train: $(STAMP)  ## train a Violin on scikit-learn's digits (about 4 minutes on two cores)
 	$(BIN)/violin train --config configs/quick/digits.yaml $(ARGS)
+
+# k-NN and logistic regression learn from the same 10,000 images; all but those of the test split were trained on
+DINO := output/dino/quick
+EVAL := --device cpu --workers 0 --results $(DINO)/table.json --checkpoint $(DINO)/last.pth.tar
+dino: $(STAMP)  ## DINO on Fashion-MNIST, then k-NN and a linear classifier (about 10 minutes on two cores)
+	$(BIN)/violin dino --config configs/quick/dino_fashion.yaml --output output/dino --experiment quick --resume auto $(ARGS)
+	@for weights in teacher untrained; do \
+		$(BIN)/violin knn $(EVAL) --weights $$weights --title $$weights --k 20 --pixels \
+			--gallery-split 'train[:10000]' --query-split test && \
+		$(BIN)/violin linear $(EVAL) --weights $$weights --title $$weights --closed --blocks 1 --patch-mean \
+			--train-split 'train[:10000]' --val-split test --table || exit 1; \
+	done
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -276,7 +276,9 @@ def test_collapse_is_told():
     for targets, found, part in ((uniform, features, 'uniform'), (same, features, 'all but one')):
         warnings = dino_loss.collapse_warnings(*dino_loss.entropies(targets).tolist(), dino_loss.spread(found), 50)
         assert len(warnings) == 1 and part in warnings[0]
-    warnings = dino_loss.collapse_warnings(*dino_loss.entropies(varied).tolist(), dino_loss.spread(features * 0 + 1), 50)
+    warnings = dino_loss.collapse_warnings(
+        *dino_loss.entropies(varied).tolist(), dino_loss.spread(features * 0 + 1), 50
+    )
     assert len(warnings) == 1 and 'nearly the same' in warnings[0]
     assert dino_loss.collapse_warnings(*dino_loss.entropies(varied).tolist(), dino_loss.spread(features), 50) == []
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from timm.models import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.utils import random_seed
 from torch import nn
 
 from ..data.datasets import Batches, create_dataset, evaluation_batches
@@ -28,7 +29,8 @@ def inherit(args: Namespace) -> dict[str, Any]:
     """Read `args.checkpoint`, and fill in what the command line left open: `args.model`, its arguments, `INHERITED`.
 
     Returns:
-        The checkpoint, without the weights that `args.weights` does not mean; empty if none is named.
+        The checkpoint, without the weights that `args.weights` does not mean; empty if that is `untrained`, or none is
+        named.
 
     Raises:
         ConfigError: It cannot be read, or no model is named.
@@ -42,6 +44,8 @@ def inherit(args: Namespace) -> dict[str, Any]:
         others = ('state_dict_ema', 'teacher') if args.weights == 'student' else ('student',)
         checkpoint = {key: value for key, value in checkpoint.items() if key not in others}
         _take_over(args, checkpoint)
+        if args.weights == 'untrained':
+            checkpoint = {}
     if not args.model:
         raise ConfigError('model: the checkpoint names none; give --model' if checkpoint else 'model: none is given')
     if args.crop_pct is None:
@@ -61,6 +65,8 @@ def _take_over(args: Namespace, checkpoint: dict[str, Any]) -> None:
     for key in INHERITED:
         if getattr(args, key) in (None, ''):
             setattr(args, key, recorded.get(key))
+    if args.weights == 'untrained':
+        args.seed = recorded.get('seed', args.seed)  # the weights that its training began with
 
 
 def load_backbone(args: Namespace, checkpoint: dict[str, Any], world: World) -> nn.Module:
@@ -75,7 +81,7 @@ def load_backbone(args: Namespace, checkpoint: dict[str, Any], world: World) -> 
         ConfigError: Checkpoint and model do not fit.
     """
     build.import_modules(args)
-    torch.manual_seed(args.seed)
+    random_seed(args.seed, 0)
     if checkpoint and 'violin' in args.model:
         sizes = {key: getattr(args, key) for key in ('in_chans', 'img_size') if getattr(args, key)}
         try:

@@ -19,7 +19,7 @@ from ..engine import build, distributed
 from ..engine.distributed import World
 from ..engine.logging import log
 from .features import Features, Pixels, extract, inherit, load_backbone, split_batches
-from .report import record, show
+from .report import record, show, title
 
 QUERY_BLOCK, GALLERY_BLOCK = 1024, 65536  # similarities at a time: 256 MiB
 
@@ -133,7 +133,7 @@ def _measure(
         log.warning('k: got %d; the gallery has %d images, and all of them vote', max(args.k), len(known[0]))
     result = knn_accuracy(known, asked, args.k, args.temperature, world)
     if world.primary:
-        name = 'raw pixels' if kind == 'pixels' else args.title or args.checkpoint or args.model
+        name = 'raw pixels' if kind == 'pixels' else title(args)
         where = f'{args.gallery_split} -> {args.query_split}'
         for k, (top1, top5) in result.items():
             record(args.results, f'{k}-NN', name, where, top1, top5)

@@ -25,7 +25,7 @@ from ..engine.logging import Progress, log
 from ..engine.optim import learning_rate
 from .features import Features, extract, inherit, load_backbone, split_batches
 from .logistic import logistic_accuracy
-from .report import record, show
+from .report import record, show, title
 
 Accuracy = tuple[float, float]  # top-1 and top-5, in per cent
 
@@ -49,7 +49,7 @@ def run(args: Namespace) -> Accuracy:
             tokens = f'{args.blocks} block(s)' + (' + patches' if args.patch_mean else '')
             name = f'logistic, {tokens}' if args.closed else f'linear, {tokens}'
             where = f'{args.train_split} -> {args.val_split}'
-            record(args.results, name, args.title or args.checkpoint or args.model, where, *found)
+            record(args.results, name, title(args), where, *found)
             show(args)
         return found
     finally:

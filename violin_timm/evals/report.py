@@ -47,6 +47,13 @@ def table(rows: list[Row]) -> str:
     )
 
 
+def title(args: Namespace) -> str:
+    """What the table calls the model."""
+    if args.title:
+        return args.title
+    return f'{args.checkpoint}, {args.weights}' if args.checkpoint else args.model
+
+
 def show(args: Namespace) -> None:
     """Print the table in `args.results`, where `args.table` asks for it."""
     if args.table and args.results:
