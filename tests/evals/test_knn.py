@@ -123,7 +123,8 @@ def test_untrained_is_what_its_training_began_with(tmp_path):
 
     values = {'model': 'violin_dino_small', 'model_kwargs': {**TINY, 'dynamic_img_size': True}, 'img_size': 8,
               'in_chans': 1, 'dataset': 'digits', 'device': 'cpu', 'workers': 0, 'batch_size': 500, 'epochs': 1,
-              'out_dim': 8, 'warmup_epochs': 0, 'local_size': [4], 'local_number': [1], 'lr': 1e-12, 'weight_decay': 0.0, 'seed': 5,
+              'out_dim': 8, 'warmup_epochs': 0, 'local_size': [4], 'local_number': [1], 'lr': 1e-12, 'seed': 5,
+              'weight_decay': 0.0,
               'weight_decay_end': 0.0, 'min_lr': 0.0, 'head_hidden_dim': 8, 'output': str(tmp_path)}  # fmt: skip
     folder = dino.run(settings(DINO, **values))['folder']
     trained, _ = backbone_of(checkpoint=str(folder / 'last.pth.tar'), weights='student')

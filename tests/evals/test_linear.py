@@ -1,5 +1,7 @@
 """Linear classifiers on frozen features."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -75,7 +77,9 @@ def test_head_starts_small():
 class Flat(nn.Module):
     """A backbone whose features are the pixels."""
 
-    pretrained_cfg = {'input_size': (1, 8, 8), 'mean': (0.3,), 'std': (0.4,)}
+    def __init__(self):
+        super().__init__()
+        self.pretrained_cfg = {'input_size': (1, 8, 8), 'mean': (0.3,), 'std': (0.4,)}
 
     def forward(self, images):
         return images.flatten(1)
@@ -107,8 +111,8 @@ def test_the_backbone_stays_as_it_is(monkeypatch):
 def test_command(tmp_path, capsys):
     table = str(tmp_path / 'table.json')
     kwargs = [f'{key}={value}' for key, value in TINY.items()]
-    argv = ['linear', '--model', 'vit_small_patch16_224', '--model-kwargs', *kwargs, '--dataset', 'digits', '--img-size',
-            '8', '--in-chans', '1', '--mean', '0.3', '--std', '0.4', '--crop-pct', '1', '--device', 'cpu', '--workers',
+    argv = ['linear', '--model', 'vit_small_patch16_224', '--model-kwargs', *kwargs, '--dataset', 'digits',
+            '--img-size', '8', '--in-chans', '1', '--mean', '0.3', '--std', '0.4', '--crop-pct', '1', '--device', 'cpu', '--workers',
             '0', '--closed', '--blocks', '1', '--patch-mean', '--val-split', 'test', '--results', table]  # fmt: skip
     assert main([*argv, '--table', '--title', 'untrained']) == 0
     ((name, of, where, top1, top5),) = report.read(table)
@@ -121,12 +125,7 @@ def test_command(tmp_path, capsys):
 def test_classes_are_counted():
     assert linear.count_classes(Digits('test')) == 10
 
-    class Reader:
-        class_to_idx = {'a': 0, 'b': 1}
-
-    class Folder:
-        reader = Reader()
-
-    assert linear.count_classes(Folder()) == 2
+    folder = SimpleNamespace(reader=SimpleNamespace(class_to_idx={'a': 0, 'b': 1}))
+    assert linear.count_classes(folder) == 2
     with pytest.raises(ConfigError, match='num_classes: this data set does not tell'):
         linear.count_classes(object())

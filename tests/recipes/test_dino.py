@@ -22,7 +22,8 @@ from violin_timm.recipes import dino, dino_build, dino_loss, dino_parts
 from violin_timm.recipes.tables import DINO
 
 TINY = {
-    'patch_size': 2, 'embed_dim': 16, 'depth': 2, 'num_heads': 2, 'dynamic_img_size': True, 'pos_embed_resample': 'dino',
+    'patch_size': 2, 'embed_dim': 16, 'depth': 2, 'num_heads': 2, 'dynamic_img_size': True,
+    'pos_embed_resample': 'dino',
 }  # fmt: skip
 BASE = {
     'model': 'violin_dino_small', 'model_kwargs': TINY, 'img_size': 8, 'in_chans': 1, 'mean': [0.3], 'std': [0.4],
@@ -406,7 +407,7 @@ def test_a_loss_that_is_no_number_stops_the_run(make, monkeypatch):
         return real(self, *args) * (math.nan if len(calls) == 10 else 1)
 
     monkeypatch.setattr(dino_loss.DinoLoss, 'forward', forward)
-    with pytest.raises(dino.TrainingError, match='nan in epoch 2, update 10; stopped. Last good checkpoint: .*last'):
+    with pytest.raises(dino.TrainingError, match=r'nan in epoch 2, update 10; stopped\. Last good checkpoint: .*last'):
         dino.run(make())
 
 
