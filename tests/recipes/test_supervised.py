@@ -113,6 +113,7 @@ def test_an_epoch_equals_the_loop_written_out(make, clip):
     world = World(torch.device('cpu'))
     batches = datasets.training_batches(args, data, supervised.build.data_config(args, model), 10, world)
     seed_epoch(args.seed, 0, 0)
+    batches.set_epoch(0, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model.train()
     for images, targets in batches:
@@ -261,14 +262,14 @@ def test_mask_parameters_are_not_decayed(make):
 @pytest.mark.parametrize('where', ['training', 'validation'])
 def test_a_loss_that_is_no_number_stops_the_run(make, tmp_path, monkeypatch, where):
     if where == 'training':
-        real, calls = supervised.ClassificationTask.forward, []
+        real, calls = supervised.build.ClassificationTask.forward, []
 
         def forward(self, images, targets):
             calls.append(1)
             result = real(self, images, targets)
             return {**result, 'loss': result['loss'] * (math.nan if len(calls) == 28 else 1)}
 
-        monkeypatch.setattr(supervised.ClassificationTask, 'forward', forward)
+        monkeypatch.setattr(supervised.build.ClassificationTask, 'forward', forward)
         message = 'loss is nan in epoch 2, update 28, batch 8; stopped. Last good checkpoint: .*last.pth.tar'
     else:
         real, calls = supervised.evaluate, []

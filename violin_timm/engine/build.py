@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 from . import distillation
 from .config import ConfigError, nearest
 from .distributed import World
-from .logging import log
+from .logging import check_tracker, log
 
 
 def check(args: Namespace) -> None:
@@ -39,6 +40,9 @@ def check(args: Namespace) -> None:
         log.warning('val_split is empty: the best checkpoint is that of the least training loss')
     if args.wandb_resume_id and not args.resume:
         raise ConfigError('wandb_resume_id: needs resume')
+    check_tracker(args)
+    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) and not args.resume:
+        log.warning('torchrun restarted this run, which begins anew; with --resume auto it would have gone on')
     if args.bce_loss is False and (args.bce_sum or args.bce_target_thresh is not None or args.bce_pos_weight):
         raise ConfigError('bce_sum, bce_target_thresh and bce_pos_weight need bce_loss')
     distillation.check(args)
@@ -106,6 +110,8 @@ def _init_head(args: Namespace, model: nn.Module) -> None:
 def data_config(args: Namespace, model: nn.Module) -> dict:
     """timm's data config of the flags and the model: input_size, mean, std, interpolation, crop_pct, crop_mode."""
     config = resolve_data_config(vars(args), model=model)
+    if args.in_chans and not args.input_size:  # which timm forgets where no size is given
+        config['input_size'] = (args.in_chans, *config['input_size'][1:])
     channels = config['input_size'][0]
     for key in ('mean', 'std'):
         if len(config[key]) != channels:  # a model made for colour, given grey images

@@ -8,78 +8,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
+import time
 from argparse import Namespace
 from pathlib import Path
-from typing import IO, Any, Callable
+from typing import Any
 
-import numpy as np
 import torch
 from timm.models import clean_state_dict
 from timm.task import TrainingTask
 from timm.utils import CheckpointSaver, get_outdir, trim_summary
 
 from .config import ConfigError, as_dict
-from .distributed import World
+from .distributed import World, rng_state, set_rng_state
+from .files import rename, write_atomically
+from .files import write_text as write_text  # for those who write beside checkpoints
 from .logging import log
 from .optim import Schedule, Stepper
 
 LAST, BEST = 'last.pth.tar', 'model_best.pth.tar'
-
-
-def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Create or replace `path` with what `write` puts into a binary file; until that is on disk the old one stays.
-
-    Args:
-        path: File to write.
-        write: Given the open file. If it raises, `path` is untouched and nothing is left behind.
-    """
-    path = Path(path)
-    temporary = path.with_name(f'.{path.name}.tmp')
-    try:
-        with open(temporary, 'wb') as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        _rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """`write_atomically` for UTF-8 text."""
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def _rename(source: Path, target: Path) -> None:
-    os.replace(source, target)
-    if os.name == 'posix':  # the new name itself must reach the disk, too
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def rng_state() -> dict[str, Any]:
-    """State of the Python, numpy and torch generators (CPU) as plain lists and tensors."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, next_gauss = random.getstate()
-    return {
-        'python': [version, list(internal), next_gauss],
-        'numpy': [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
-        'torch': torch.get_rng_state(),
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back to a state from `rng_state`."""
-    version, internal, next_gauss = state['python']
-    random.setstate((version, tuple(internal), next_gauss))
-    kind, keys, position, has_gauss, gauss = state['numpy']
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(state['torch'])
 
 
 class Saver(CheckpointSaver):
@@ -118,9 +65,18 @@ class Saver(CheckpointSaver):
         )
         self.schedule = schedule
         self.seconds = 0.0  # training time so far, over all processes that the run was resumed in
+        self.counted = time.perf_counter()
 
-    def contents(self, epoch: int, metric: float | None = None) -> dict[str, Any]:
-        """What a checkpoint of a finished `epoch` (from 0) with `metric` holds; keys as in timm's."""
+    def contents(
+        self, epoch: int, metric: float | None = None, position: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What a checkpoint holds; keys as in timm's.
+
+        Args:
+            epoch: The last finished one, from 0; -1 for none.
+            metric: Its metric.
+            position: How far the next epoch is, where that is begun: plain values.
+        """
         state = {
             'epoch': epoch,
             'version': 2,  # timm's mark for "epoch is the finished one"
@@ -131,7 +87,8 @@ class Saver(CheckpointSaver):
             'lr_scheduler': self.schedule.state_dict(),
             'rng': rng_state(),
             'seconds': self.seconds,
-            'saver': self.state_dict(epoch, metric),
+            'position': position,
+            'saver': self.state_dict(None, None) if position else self.state_dict(epoch, metric),
             **self.task.get_checkpoint_state(),
             **self.task.get_checkpoint_state(ema=True),
         }
@@ -143,8 +100,28 @@ class Saver(CheckpointSaver):
         contents = self.contents(epoch, metric)
         write_atomically(save_path, lambda file: torch.save(contents, file))
 
+    def count_time(self) -> None:
+        """Add the time since the last call, or since this saver was made, to `seconds`."""
+        now = time.perf_counter()
+        self.seconds, self.counted = self.seconds + now - self.counted, now
+
+    def save_position(self, epoch: int, position: dict[str, Any]) -> None:
+        """Make `last` a checkpoint from within `epoch`, outside of the ranking."""
+        contents = self.contents(epoch - 1, position={'epoch': epoch, **position})
+        write_atomically(Path(self.checkpoint_dir) / LAST, lambda file: torch.save(contents, file))
+
+    def save_checkpoint(self, epoch: int, metric: float | None = None) -> tuple[float | None, int | None]:
+        """timm's, but for the order: a checkpoint that falls out of the history goes when its successor is there."""
+        best = super().save_checkpoint(epoch, metric)
+        super()._cleanup_checkpoints()
+        return best
+
+    def _cleanup_checkpoints(self, trim: int = 0) -> None:
+        if not trim:  # timm makes room before it saves
+            super()._cleanup_checkpoints()
+
     def _replace(self, src: str, dst: str) -> None:
-        _rename(Path(src), Path(dst))
+        rename(Path(src), Path(dst))
 
     def _duplicate(self, src: str, dst: str) -> None:
         temporary = Path(dst).with_name(f'.{Path(dst).name}.tmp')
@@ -152,8 +129,10 @@ class Saver(CheckpointSaver):
         try:
             os.link(src, temporary)
         except OSError:  # the file system has no hard links
-            shutil.copy2(src, temporary)
-        _rename(temporary, Path(dst))
+            with open(src, 'rb') as source:
+                write_atomically(dst, lambda file: shutil.copyfileobj(source, file))
+            return
+        rename(temporary, Path(dst))
         temporary.unlink(missing_ok=True)  # renaming a link onto another of the same file leaves both
 
     def continue_history(self, checkpoint: dict[str, Any]) -> None:
@@ -165,6 +144,8 @@ class Saver(CheckpointSaver):
         epoch, metric = state['pending']
         self.seconds = checkpoint.get('seconds', 0.0)
         self.load_state_dict({**state, 'pending': (None, None)})
+        if epoch is None:  # from within an epoch
+            return
         path = self._checkpoint_path(epoch)
         if path not in [name for name, _ in self.checkpoint_files]:
             self._duplicate(os.path.join(self.checkpoint_dir, LAST), path)
@@ -307,4 +288,4 @@ def trim(summary: Path, epoch: int) -> None:
         temporary = summary.with_name('.summary.tmp')
         shutil.copy2(summary, temporary)
         trim_summary(str(temporary), epoch)
-        _rename(temporary, summary)
+        rename(temporary, summary)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    local_rank: int = 0  # among those of this machine
 
     @property
     def distributed(self) -> bool:
@@ -50,7 +53,7 @@ def start(device: str) -> World:
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ConfigError(f'device: got {device!r}, but there is no CUDA device here; use --device cpu')
     info = init_distributed_device_so(device)
-    return World(torch.device(info['device']), info['global_rank'], info['world_size'])
+    return World(torch.device(info['device']), info['global_rank'], info['world_size'], info['local_rank'])
 
 
 def stop(world: World) -> None:
@@ -65,10 +68,39 @@ def seed_epoch(seed: int, epoch: int, rank: int) -> None:
     Done as each epoch begins, so what an epoch draws (order, augmentation, dropout, and the seeds of loader workers)
     does not depend on how the run got there: a resumed run draws what the uninterrupted one would have drawn.
     """
-    for_python, for_numpy, for_torch = np.random.SeedSequence([seed, epoch, rank]).generate_state(3).tolist()
+    _seed(seed, epoch, rank)
+
+
+def seed_batch(seed: int, epoch: int, rank: int, batch: int) -> None:
+    """The same for one batch (from 0) of an epoch, so that an epoch may be resumed in its middle."""
+    _seed(seed, epoch, rank, batch)
+
+
+def _seed(*key: int) -> None:
+    for_python, for_numpy, for_torch = np.random.SeedSequence(key).generate_state(3).tolist()
     random.seed(for_python)
     np.random.seed(for_numpy)
     torch.manual_seed(for_torch)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the Python, numpy and torch generators (CPU) as plain lists and tensors."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, next_gauss = random.getstate()
+    return {
+        'python': [version, list(internal), next_gauss],
+        'numpy': [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        'torch': torch.get_rng_state(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators back to a state from `rng_state`."""
+    version, internal, next_gauss = state['python']
+    random.setstate((version, tuple(internal), next_gauss))
+    kind, keys, position, has_gauss, gauss = state['numpy']
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state['torch'])
 
 
 def broadcast(module: nn.Module, world: World) -> None:
@@ -85,3 +117,39 @@ def mean(value: float, world: World) -> float:
     total = torch.tensor(value, dtype=torch.float32, device=world.device)
     torch.distributed.all_reduce(total)
     return total.item() / world.size
+
+
+def any_of(flags: list[bool], world: World) -> list[bool]:
+    """For each flag, whether a process has it set."""
+    if not world.distributed:
+        return flags
+    counts = torch.tensor(flags, dtype=torch.int32, device=world.device)
+    torch.distributed.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]
+
+
+def gather(value: Any, world: World) -> list[Any]:
+    """A small value of each process, in the order of their ranks."""
+    values = [value] * world.size
+    if world.distributed:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def in_turn(make: Callable[[], Any], world: World) -> Any:
+    """What `make` returns, called by one process first, then by one on each other machine, then by the rest.
+
+    For what leaves files behind that the later ones find, such as a download: it happens once, or once on each
+    machine where these share no disk.
+    """
+    if not world.distributed:
+        return make()
+    # of its own, since the usual timeout is shorter than some downloads
+    group = torch.distributed.new_group(backend='gloo', timeout=timedelta(days=1))
+    mine = 0 if world.rank == 0 else 1 if world.local_rank == 0 else 2
+    for turn in range(3):
+        if turn == mine:
+            result = make()
+        torch.distributed.barrier(group)
+    torch.distributed.destroy_process_group(group)
+    return result

@@ -6,11 +6,14 @@ import logging
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 from timm.utils import AverageMeter
 
 from .config import ConfigError, as_dict
 from .distributed import World
+from .files import write_text
 
 log = logging.getLogger('violin_timm')
 
@@ -43,9 +46,18 @@ class Progress:
         self.world, self.epochs, self.updates_per_epoch, self.interval = world, epochs, updates_per_epoch, interval
         self.start, self.done, self.left = time.perf_counter(), 0, (epochs - start_epoch) * updates_per_epoch
 
-    def begin(self, epoch: int) -> None:
-        """An epoch begins."""
-        self.epoch, self.update, self.loss, self.images, self.waited = epoch, 0, AverageMeter(), 0, 0.0
+    def begin(self, epoch: int, update: int = 0, losses: tuple[float, int] = (0.0, 0)) -> None:
+        """An epoch begins, or goes on.
+
+        Args:
+            epoch: Counted from 0.
+            update: Updates of it that another process did.
+            losses: Sum and number of the losses of the images in these.
+        """
+        self.epoch, self.update, self.loss, self.images, self.waited = epoch, update, AverageMeter(), 0, 0.0
+        self.left -= update
+        self.loss.sum, self.loss.count = losses
+        self.loss.avg = self.loss.sum / max(self.loss.count, 1)
         self.begun = self.asked = time.perf_counter()
 
     def data_came(self) -> None:
@@ -76,51 +88,89 @@ class Progress:
 
 
 class Tracker:
-    """Takes each epoch's numbers and does nothing with them."""
+    """Takes a run's numbers and does nothing with them."""
 
     def log(self, epoch: int, loss: float, metrics: dict[str, float], lr: float) -> None:
         """An epoch's training loss, validation metrics and learning rate."""
 
-    def finish(self) -> None:
-        """The run is over."""
+    def finish(self, result: dict[str, Any] | None = None, failed: bool = False) -> None:
+        """The run is over, with what is in its `result.json`, or for now."""
 
 
 class WandbTracker(Tracker):
-    """Sends them to wandb."""
+    """Sends them to wandb: one run there for one run here, through all its resumes.
 
-    def __init__(self, args: Namespace, name: str) -> None:
-        import wandb
+    Without a network or a login the run is kept in files, which `wandb sync` sends later.
+    """
 
-        self.run = wandb.init(
-            project=args.wandb_project,
-            name=name,
-            config=as_dict(args),
-            tags=args.wandb_tags,
-            resume='must' if args.wandb_resume_id else None,
-            id=args.wandb_resume_id or None,
-        )
+    def __init__(self, args: Namespace, name: str, folder: Path | None) -> None:
+        wandb = _import_wandb()
+        known = folder / 'wandb.txt' if folder else None
+        before = known.read_text().strip() if known and known.exists() else None
+        settings = {
+            'project': args.wandb_project,
+            'name': name,
+            'config': as_dict(args),
+            'tags': args.wandb_tags,
+            'id': args.wandb_resume_id or before,
+            'resume': 'must' if args.wandb_resume_id else 'allow' if before else None,
+            'dir': str(folder) if folder else None,
+        }
+        try:
+            self.run = wandb.init(**settings)
+        except Exception as err:  # no network, no login, no terminal to ask for one: wandb has an error for each
+            log.warning('wandb: %s; the run is logged offline, and `wandb sync` sends it later', err)
+            self.run = wandb.init(**{**settings, 'mode': 'offline'})
+        if known:
+            write_text(known, self.run.id)
 
     def log(self, epoch: int, loss: float, metrics: dict[str, float], lr: float) -> None:
         evaluated = {f'eval_{name}': value for name, value in metrics.items()}
-        self.run.log({'epoch': epoch, 'train_loss': loss, 'lr': lr, **evaluated})
+        self.run.log({'epoch': epoch, 'train_loss': loss, 'lr': lr, **evaluated}, step=epoch)
 
-    def finish(self) -> None:
-        self.run.finish()
+    def finish(self, result: dict[str, Any] | None = None, failed: bool = False) -> None:
+        self.run.summary.update(flat(result or {}))
+        self.run.finish(exit_code=int(failed))
 
 
-def create_tracker(args: Namespace, name: str) -> Tracker:
+def flat(values: dict[str, Any], before: str = '') -> dict[str, Any]:
+    """Nested dicts as one, with keys such as `test.top1`."""
+    result = {}
+    for key, value in values.items():
+        result.update(flat(value, f'{before}{key}.') if isinstance(value, dict) else {before + key: value})
+    return result
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+
+        if not hasattr(wandb, 'init'):  # Python makes a package of the folder `wandb` that its runs leave
+            raise ImportError
+    except ImportError as err:
+        raise ConfigError("log_wandb: wandb is not installed; pip install 'violin-timm[wandb]'") from err
+    return wandb
+
+
+def check_tracker(args: Namespace) -> None:
+    """See that the tracker can be had.
+
+    Raises:
+        ConfigError: wandb is asked for and missing.
+    """
+    if args.log_wandb:
+        _import_wandb()
+
+
+def create_tracker(args: Namespace, name: str, folder: Path | None = None) -> Tracker:
     """The tracker that the flags ask for.
 
     Args:
         args: Settings of the run.
         name: Name of the run there.
+        folder: Folder of the run, where `wandb.txt` remembers the id there for the next resume.
 
     Raises:
         ConfigError: wandb is asked for and missing.
     """
-    if not args.log_wandb:
-        return Tracker()
-    try:
-        return WandbTracker(args, name)
-    except ImportError as err:
-        raise ConfigError("log_wandb: wandb is not installed; pip install 'violin-timm[wandb]'") from err
+    return WandbTracker(args, name, folder) if args.log_wandb else Tracker()

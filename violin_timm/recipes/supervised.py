@@ -5,40 +5,40 @@
 
 A run leaves `args.yaml`, `summary.csv`, `last.pth.tar`, `model_best.pth.tar` and `result.json` in its folder. Unlike
 timm's script it ranks checkpoints by the plain model where a moving average is kept too (`--best-by ema` for that one),
-and draws every epoch's random numbers anew from seed, epoch and rank, so that `--resume auto` changes nothing.
+and draws every batch's random numbers anew from seed, epoch, rank and batch, so that `--resume auto` changes nothing:
+on the CPU a resumed run is, to the last bit, the one that was never interrupted. SIGKILL costs what was done since the
+last epoch's end; SIGTERM costs nothing, the run saves within the epoch and ends with exit status 143.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.models import safe_model_name
 from timm.task import TrainingTask
-from timm.utils import random_seed, unwrap_model, update_summary
+from timm.utils import random_seed, update_summary
 from torch import nn
 
-from ..data.datasets import Batches, create_dataset, evaluation_batches, training_batches
+from ..data.datasets import Batches, create_dataset, evaluation_batches, leaves_files, training_batches
 from ..engine import build, distributed
-from ..engine.checkpoints import BEST, LAST, Saver, find_resume, load_checkpoint, open_folder, resume, trim, write_text
-from ..engine.config import as_yaml
+from ..engine.checkpoints import Saver, find_resume, open_folder, resume, trim, write_text
+from ..engine.config import ConfigError, as_yaml
 from ..engine.distributed import World
 from ..engine.evaluation import evaluate, shown
 from ..engine.logging import Progress, Tracker, create_tracker, log
 from ..engine.optim import Schedule, Stepper, accumulation, create_optimizer, learning_rate
+from ..engine.stopping import Interrupted, Terminate, TrainingError
+from .supervised_position import find_position, interrupt
+from .supervised_result import broken, count_parameters, finish, ranking, test_metrics
 
-__all__ = ['TrainingError', 'run']
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on."""
+__all__ = ['Interrupted', 'TrainingError', 'run']
 
 
 @dataclass
@@ -57,7 +57,11 @@ class Run:
     image_side: int  # pixels
     folder: Path | None = None  # of the primary process alone, as the saver is
     saver: Saver | None = None
+    tracker: Tracker = field(default_factory=Tracker)
+    terminate: Terminate = field(default_factory=Terminate)
     epoch: int = 0
+    batches: int = 0  # of the epoch at which the run goes on, those done before
+    losses: tuple[float, int] = (0.0, 0)  # their sum, and the number of their images
     metrics: dict[str, float] = field(default_factory=dict)
 
     def evaluate(self, model: nn.Module, batches: Batches) -> dict[str, float]:
@@ -76,7 +80,8 @@ def run(args: Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: A setting that cannot be; nothing was written.
-        TrainingError: The loss is no number any more.
+        TrainingError: The loss is no number any more, or the disk is full.
+        Interrupted: SIGTERM came, and the run is saved.
     """
     build.check(args)
     find_resume(args)
@@ -86,9 +91,8 @@ def run(args: Namespace) -> dict[str, Any]:
         parts = prepare(args, world)
         if args.eval_only:
             resume(args, world, parts.task, parts.stepper, parts.schedule)
-            return {'validation': _validate(parts), 'test': _test(parts), 'folder': None}
-        fit(parts)
-        return finish(parts)
+            return {'validation': _validate(parts), 'test': test_metrics(parts), 'folder': None}
+        return fit(parts)
     finally:
         distributed.stop(world)
 
@@ -103,18 +107,17 @@ def prepare(args: Namespace, world: World) -> Run:
     if args.channels_last:
         model.to(memory_format=torch.channels_last)
 
-    train = training_batches(args, create_dataset(args, args.train_split, channels, True), config, classes, world)
-    validation, test = (
-        evaluation_batches(args, create_dataset(args, split, channels), config, world) if split else None
-        for split in (args.val_split, args.test_split)
-    )
+    open_all = partial(_datasets, args, channels, classes)
+    data = distributed.in_turn(open_all, world) if leaves_files(args) else open_all()
+    train = training_batches(args, data[0], config, classes, world)
+    validation, test = (split and evaluation_batches(args, split, config, world) for split in data[1:])
 
     task = build.create_task(args, world, model, train.mixup is not None, config)
     optimizer = create_optimizer(args, task.get_trainable_module(), lr := learning_rate(args, world))
     build.ready_task(args, world, task)
     updates = math.ceil(len(train) / args.grad_accum_steps)
     if world.primary:
-        log.info('%s: %d parameters, lr %.3e, %d updates per epoch', args.model, _size(model), lr, updates)
+        log.info('%s: %d parameters, lr %.3e, %d updates per epoch', args.model, count_parameters(model), lr, updates)
     return Run(
         args=args,
         world=world,
@@ -129,13 +132,40 @@ def prepare(args: Namespace, world: World) -> Run:
     )
 
 
-def fit(parts: Run) -> None:
+def _datasets(args: Namespace, channels: int, classes: int) -> tuple[Any, Any, Any]:
+    """Training, validation and test split; None for one that is not asked for."""
+    train = create_dataset(args, args.train_split, channels, training=True)
+    names = getattr(train, 'classes', None)
+    if names and max(names.values()) >= classes:
+        raise ConfigError(f'num_classes: the model has {classes}, the data set {max(names.values()) + 1}')
+    others = (args.val_split, args.test_split)
+    return train, *(create_dataset(args, split, channels, classes=names) if split else None for split in others)
+
+
+def fit(parts: Run) -> dict[str, Any]:
+    """Train, measure, and tell the tracker how it went.
+
+    Returns:
+        As `run`.
+    """
+    args, result = parts.args, None
+    start = _open(parts)
+    if parts.folder:
+        parts.tracker = create_tracker(args, parts.folder.name, parts.folder)
+    try:
+        with parts.terminate:
+            train_all(parts, start)
+        parts.metrics = parts.metrics or _validate(parts)
+        result = finish(parts)
+        return result
+    finally:
+        parts.tracker.finish({k: v for k, v in (result or {}).items() if k != 'folder'}, failed=result is None)
+
+
+def train_all(parts: Run, start: int) -> None:
     """All epochs from the first, or from the checkpoint, to the last of the schedule."""
     args, schedule = parts.args, parts.schedule
-    start = _open(parts)
-    tracker = create_tracker(args, parts.folder.name) if parts.folder else None
     progress = Progress(parts.world, schedule.last, parts.schedule.updates_per_epoch, args.log_interval, start)
-    began, before = time.perf_counter(), parts.saver.seconds if parts.saver else 0.0
 
     for parts.epoch in range(start, schedule.last):
         loss = train_one_epoch(parts, progress)
@@ -144,13 +174,12 @@ def fit(parts: Run) -> None:
             schedule.after_epoch(done, None)
             continue
         metrics = _validate(parts)
-        metric = metrics[_ranking(args)] if metrics else loss
+        metric = metrics[ranking(args)] if metrics else loss
         if parts.saver:
-            parts.saver.seconds = before + time.perf_counter() - began
-            _record(parts, loss, metric, tracker)
+            _record(parts, loss, metric)
         schedule.after_epoch(done, metric)
-    if tracker:
-        tracker.finish()
+        if distributed.any_of([parts.terminate.received], parts.world)[0]:
+            raise Interrupted(f'SIGTERM: stopped after epoch {done}, which is saved; --resume auto goes on')
 
 
 def _open(parts: Run) -> int:
@@ -162,6 +191,7 @@ def _open(parts: Run) -> int:
     args = parts.args
     path, checkpoint, start = resume(args, parts.world, parts.task, parts.stepper, parts.schedule)
     parts.epoch = start - 1
+    find_position(parts, checkpoint, start)
     if not parts.world.primary:
         return start
     name = '-'.join([datetime.now().strftime('%Y%m%d-%H%M%S'), safe_model_name(args.model), str(parts.image_side)])
@@ -174,14 +204,18 @@ def _open(parts: Run) -> int:
     return start
 
 
-def _record(parts: Run, loss: float, metric: float, tracker: Tracker) -> None:
+def _record(parts: Run, loss: float, metric: float) -> None:
     """An epoch's row in `summary.csv`, then its checkpoints: a resume drops the rows no checkpoint stands for."""
-    rate = parts.stepper.mean_rate()
-    update_summary(parts.epoch, {'loss': loss}, parts.metrics, str(parts.folder / 'summary.csv'), lr=rate)
-    tracker.log(parts.epoch, loss, parts.metrics, rate)
-    parts.saver.save_checkpoint(parts.epoch, metric)
-    if parts.epoch + 1 in (parts.args.save_epochs or ()):
-        parts.saver.save_milestone(parts.epoch + 1)
+    rate, saver = parts.stepper.mean_rate(), parts.saver
+    saver.count_time()
+    try:
+        update_summary(parts.epoch, {'loss': loss}, parts.metrics, str(parts.folder / 'summary.csv'), lr=rate)
+        parts.tracker.log(parts.epoch, loss, parts.metrics, rate)
+        saver.save_checkpoint(parts.epoch, metric)
+        if parts.epoch + 1 in (parts.args.save_epochs or ()):
+            saver.save_milestone(parts.epoch + 1)
+    except OSError as err:
+        raise TrainingError(broken(parts, f'cannot save: {err}', 'after the epoch')) from err
 
 
 def train_one_epoch(parts: Run, progress: Progress) -> float:
@@ -192,23 +226,26 @@ def train_one_epoch(parts: Run, progress: Progress) -> float:
 
     Raises:
         TrainingError: The loss is not finite; the weights are still those before that batch.
+        Interrupted: SIGTERM came.
     """
     args, task, stepper = parts.args, parts.task, parts.stepper
     distributed.seed_epoch(args.seed, parts.epoch, parts.world.rank)
-    parts.train.set_epoch(parts.epoch)
+    parts.train.set_epoch(parts.epoch, done := parts.batches)
     task.get_trainable_module().train()
-    updates = parts.epoch * parts.schedule.updates_per_epoch
-    progress.begin(parts.epoch)
+    progress.begin(parts.epoch, math.ceil(done / args.grad_accum_steps), parts.losses)
+    updates = parts.epoch * parts.schedule.updates_per_epoch + progress.update
+    parts.batches, parts.losses = 0, (0.0, 0)
 
-    for batch, (images, targets) in enumerate(parts.train):
+    for batch, (images, targets) in enumerate(parts.train, done):
         progress.data_came()
         share, update = accumulation(batch, len(parts.train), args.grad_accum_steps)
         with stepper.synchronised(update):  # DDP exchanges gradients once per update
             with stepper.autocast():
                 loss = task(images, targets)['loss']
             value = loss.item()
-            if not math.isfinite(value):
-                raise TrainingError(_broken(parts, f'loss is {value}', f'update {updates + 1}, batch {batch + 1}'))
+            bad, stop = distributed.any_of([not math.isfinite(value), parts.terminate.received], parts.world)
+            if bad:
+                raise TrainingError(broken(parts, f'loss is {value}', f'update {updates + 1}, batch {batch + 1}'))
             stepper.backward(loss / share, update)
         if update:
             updates += 1
@@ -216,6 +253,8 @@ def train_one_epoch(parts: Run, progress: Progress) -> float:
         progress.step(value, len(images), stepper.mean_rate(), update)
         if update:
             parts.schedule.after_update(updates)
+            if stop:
+                interrupt(parts, batch + 1, progress)
 
     stepper.end_epoch()
     return distributed.mean(progress.loss.avg, parts.world)
@@ -230,74 +269,8 @@ def _validate(parts: Run) -> dict[str, float]:
         average = parts.evaluate(parts.task.get_eval_model(ema=True), parts.validation)
         metrics.update({f'ema_{key}': value for key, value in average.items()})
     if not math.isfinite(metrics['loss']):
-        raise TrainingError(_broken(parts, f'validation loss is {metrics["loss"]}', 'after the epoch'))
+        raise TrainingError(broken(parts, f'validation loss is {metrics["loss"]}', 'after the epoch'))
     if parts.world.primary:
         log.info('epoch %d  %s', parts.epoch + 1, shown(metrics))
     parts.metrics = metrics
     return metrics
-
-
-def finish(parts: Run) -> dict[str, Any]:
-    """Measure the best checkpoint on the test split, once, and write `result.json`."""
-    args, folder = parts.args, parts.folder
-    result = {
-        'model': args.model,
-        'dataset': args.dataset,
-        'seed': args.seed,
-        'epochs': parts.schedule.last,
-        'parameters': _size(parts.model),
-        'validation': parts.metrics or _validate(parts),
-    }
-    if parts.saver:
-        result.update(
-            best_epoch=parts.saver.best_epoch,
-            best_metric=parts.saver.best_metric,
-            best_by=_ranking(args),
-            seconds=round(parts.saver.seconds, 1),
-        )
-    result['test'] = _test(parts)
-    if folder:
-        if args.dataset == 'digits' and args.test_split == 'test':
-            from ..data.digits import baselines
-
-            result['baselines'] = baselines(args.split_seed)
-            log.info('raw pixels  %s', shown(result['baselines']))
-        write_text(folder / 'result.json', json.dumps(result, indent=2) + '\n')
-        if args.figure:
-            from ..viz import training_figure
-
-            training_figure(parts.model, folder / 'figure.png')
-        log.info('written to %s', folder)
-    return {**result, 'folder': folder}
-
-
-def _test(parts: Run) -> dict[str, float]:
-    """Metrics on the test split of the run's best checkpoint, with whose weights the model is left."""
-    if parts.test is None:
-        return {}
-    if parts.folder:
-        best = load_checkpoint(parts.folder / BEST)
-        weights = best['state_dict_ema' if parts.args.best_by == 'ema' else 'state_dict']
-        unwrap_model(parts.model).load_state_dict(weights)
-    distributed.broadcast(unwrap_model(parts.model), parts.world)
-    metrics = parts.evaluate(parts.model, parts.test)
-    if parts.world.primary:
-        log.info('test  %s', shown(metrics))
-    return metrics
-
-
-def _ranking(args: Namespace) -> str:
-    """The metric that ranks checkpoints."""
-    if not args.val_split:
-        return 'train_loss'
-    return ('ema_' if args.best_by == 'ema' else '') + args.eval_metric
-
-
-def _broken(parts: Run, what: str, where: str) -> str:
-    last = parts.folder / LAST if parts.folder else None
-    good = last if last and last.exists() else 'none'
-    return f'{what} in epoch {parts.epoch + 1}, {where}; stopped. Last good checkpoint: {good}'
-
-
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
