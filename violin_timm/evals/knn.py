@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ..data.datasets import Batches
 from ..engine import build, distributed
+from ..engine.config import completed
 from ..engine.distributed import World
 from ..engine.logging import log
 from .features import Features, Pixels, extract, inherit, load_backbone, split_batches
@@ -111,7 +112,7 @@ def run(args: Namespace) -> dict[str, dict[int, tuple[float, float]]]:
     world = distributed.start(args.device)
     try:
         model = load_backbone(args, checkpoint, world)
-        config = build.data_config(args, model)
+        config = build.data_config(completed(args), model)
         splits = (args.gallery_split, args.query_split)
         gallery, queries = (split_batches(args, split, config, world) for split in splits)
         kinds = {'features': Features(model)}

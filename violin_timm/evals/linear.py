@@ -43,7 +43,7 @@ def run(args: Namespace) -> Accuracy:
     world = distributed.start(args.device)
     try:
         features = Features(load_backbone(args, checkpoint, world), args.blocks, args.patch_mean).eval()
-        config = build.data_config(args, features.backbone)
+        config = build.data_config(completed(args), features.backbone)
         found = (closed if args.closed else train)(args, features, config, world)
         if world.primary:
             tokens = f'{args.blocks} block(s)' + (' + patches' if args.patch_mean else '')
