@@ -112,8 +112,9 @@ def test_command(tmp_path, capsys):
     table = str(tmp_path / 'table.json')
     kwargs = [f'{key}={value}' for key, value in TINY.items()]
     argv = ['linear', '--model', 'vit_small_patch16_224', '--model-kwargs', *kwargs, '--dataset', 'digits',
-            '--img-size', '8', '--in-chans', '1', '--mean', '0.3', '--std', '0.4', '--crop-pct', '1', '--device',
-            'cpu', '--workers', '0', '--closed', '--blocks', '1', '--patch-mean', '--val-split', 'test', '--results', table]  # fmt: skip
+            '--img-size', '8', '--in-chans', '1', '--mean', '0.3', '--std', '0.4', '--crop-pct', '1', '--device', 'cpu',
+            '--workers', '0', '--closed', '--blocks', '1', '--patch-mean', '--val-split', 'test',
+            '--results', table]  # fmt: skip
     assert main([*argv, '--table', '--title', 'untrained']) == 0
     ((name, of, where, top1, top5),) = report.read(table)
     assert (name, of, where) == ('logistic, 1 block(s) + patches', 'untrained', 'train -> test')
