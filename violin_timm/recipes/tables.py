@@ -131,7 +131,7 @@ DINO = Table(
 
 _FROZEN = (
     Flag('checkpoint', str, '', 'file of weights: ours, timm\'s or the authors\'; every key must fit', ours=True),
-    Flag('weights', str, 'teacher', "whose (a moving average is a teacher); untrained: those that its training began with",
+    Flag('weights', str, 'teacher', "whose (a moving average is a teacher's); untrained: what its training began with",
          ('teacher', 'student', 'untrained'), ours=True),
     *shared('pretrained', 'in_chans', 'img_size', 'crop_pct', 'mean', 'std', 'interpolation', 'model_kwargs'),
     *shared('validation_batch_size', 'fast_norm', model='', batch_size=128),
