@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
 from timm.utils.distributed import init_distributed_device_so
 from torch import nn
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from .config import ConfigError
 
@@ -37,6 +39,23 @@ class World:
         return self.rank == 0
 
 
+_SCHEME = 'violin-restart'
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[torch.distributed.Store, int, int]]:
+    """`env://`, but not among the keys of processes that torchrun had before it restarted them.
+
+    Its agent keeps one store for all of them, in which new processes would find the addresses of dead ones. For several
+    machines, whose agents count restarts each for itself, only TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps.
+    """
+    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
+    for store, rank, size in rendezvous(url.replace(_SCHEME, 'env'), **options):
+        yield torch.distributed.PrefixStore(f'attempt {attempt}', store), rank, size
+
+
+register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
 def start(device: str) -> World:
     """Join the processes that torchrun started, if it did, and pick this process's device.
 
@@ -52,7 +71,8 @@ def start(device: str) -> World:
         raise ConfigError(f'device: got {device!r}; expected a torch device such as cuda, cuda:1, mps or cpu') from err
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ConfigError(f'device: got {device!r}, but there is no CUDA device here; use --device cpu')
-    info = init_distributed_device_so(device)
+    one_machine = os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get('WORLD_SIZE')
+    info = init_distributed_device_so(device, dist_url=f'{_SCHEME}://' if one_machine else None)
     return World(torch.device(info['device']), info['global_rank'], info['world_size'], info['local_rank'])
 
 
