@@ -140,7 +140,7 @@ def small(images):
 def step_train(name, images):
     args = settings_of(name, **small(images), test_split='', warmup_epochs=0)
     if name.startswith('quick/'):  # the head starts at zero, so that only a second step moves what is below it
-        args.batch_size = 1
+        args.batch_size, args.mixup = 1, 0.0  # mixing needs two images
     build.check(args)
     parts = supervised.prepare(args, HERE)
     loss, before = one_epoch(supervised, parts, parts.task.get_trainable_module(), parts.schedule.updates_per_epoch)
