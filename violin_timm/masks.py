@@ -67,9 +67,9 @@ class _DecayMask(torch.autograd.Function):
         ctx.num_prefix, ctx.shared = num_prefix, shared
         num_heads, num_patches = len(rates), positions.shape[1]
         length = num_prefix + num_patches
-        mask = rates.new_ones(num_heads, length, length)
-        if num_prefix and prefix is not None:
-            mask *= prefix[:, None, None]
+        mask = rates.new_empty(num_heads, length, length)
+        if num_prefix:
+            mask[:] = 1.0 if prefix is None else prefix[:, None, None]
         patches = mask[:, num_prefix:, num_prefix:]
         table = (weights[..., None] * _powers(rates, num_patches)).flatten(1).t().contiguous()
         if shared is None:
@@ -80,7 +80,10 @@ class _DecayMask(torch.autograd.Function):
             return mask
         values = F.embedding_bag(shared.rows, table, mode='sum').t().contiguous()  # [H, T]
         for head, value in zip(patches, values):
-            head.copy_(value.index_select(0, shared.pair).view(num_patches, num_patches))
+            if head.is_contiguous():
+                torch.index_select(value, 0, shared.pair, out=head.view(-1))
+            else:
+                head.copy_(value.index_select(0, shared.pair).view(num_patches, num_patches))
         return mask
 
     @staticmethod

@@ -61,7 +61,7 @@ def run(
     report: Dict[str, Any] = {
         'format': FORMAT,
         'date': datetime.now(timezone.utc).isoformat(timespec='seconds'),
-        'command': sys.argv,
+        'command': ['violin benchmark', *sys.argv[1:]],
         'machine': machine(device),
         'load': {'before': _load()},
         'cases': {},
@@ -146,8 +146,9 @@ def _columns(entry: Dict[str, Any]) -> List[str]:
         notes = {
             'mask_share': 'masks of all layers / training step',
             'backend': 'flex / eager',
-            'mask': 'against plain autograd',
-            'mask_forward': 'against plain autograd',
+            'mask': 'against sigmoid(beta) ** d in plain autograd',
+            'mask_log': 'against exp(-rate * d) in plain autograd',
+            'mask_forward': 'against exp(-rate * d)',
         }
         return [
             *(f'{1e3 * seconds[side]["median"]:.2f} ms' for side in ('plain', 'violin')),

@@ -45,9 +45,9 @@ class Case:
     Args:
         name: What it is called on the command line.
         kind: ``inference``, ``training`` (forward, loss, backward, AdamW), ``memory_inference`` and
-            ``memory_training`` (peak of either model in a process of its own), ``mask`` and ``mask_forward`` (one
-            layer's mask against `plain_mask`), ``mask_share`` (all masks against the training step they are part of),
-            ``backend`` (flex against eager attention), ``added`` (parameters and FLOPs).
+            ``memory_training`` (peak of either model in a process of its own), ``mask``, ``mask_log`` and
+            ``mask_forward`` (one layer's mask against `plain_mask`), ``mask_share`` (all masks against the training
+            step they are part of), ``backend`` (flex against eager attention), ``added`` (parameters and FLOPs).
         target: Upper bound of the value that the table shows.
         suites: Suites it belongs to; every case belongs to ``full``.
         model: Name of the Violin.
@@ -97,6 +97,8 @@ CASES: Dict[str, Case] = {
         Case('inference_dino_5184', 'inference', None, _BOTH, **_DINO),
         Case('mask_196', 'mask', 1 / 3, ('quick', *_BOTH)),
         Case('mask_1024', 'mask', 1 / 3, _BOTH, image=(512, 512)),
+        Case('mask_log_196', 'mask_log', suites=_ISSUE),
+        Case('mask_log_1024', 'mask_log', suites=_ISSUE, image=(512, 512)),
         Case('mask_share_224_b16', 'mask_share', 0.02, _ISSUE, batch=16),
         Case('memory_training_pixel_b8', 'memory_training', 1.3, _BOTH, **_PIXEL),
         Case('memory_training_512_b8', 'memory_training', None, _ISSUE, image=(512, 512), batch=8),
@@ -153,6 +155,7 @@ def sides(case: Case, device: str = 'cpu') -> Dict[str, Callable[[], Any]]:
         'inference': _model_sides,
         'training': _model_sides,
         'mask': _mask_sides,
+        'mask_log': _mask_sides,
         'mask_forward': _mask_sides,
         'mask_share': _share_sides,
         'backend': _backend_sides,
@@ -192,12 +195,21 @@ def _model_sides(case: Case, device: str) -> Dict[str, Callable[[], Any]]:
     return {side: work(case, model, device) for side, model in twins(case, device=device).items()}
 
 
-def plain_mask(decay: Decay, distances: torch.Tensor) -> torch.Tensor:
+def plain_mask(decay: Decay, distances: torch.Tensor, log: bool = False) -> torch.Tensor:
     """The mask in plain differentiable operations over ``[H, C, N, N]``, distances ``[C, N, N]`` given: the reference.
 
     Autograd keeps several tensors of that size for the backward. Alpha is on the mask.
+
+    Args:
+        decay: The layer's parameters.
+        distances: Of all pairs of patches.
+        log: Exponentials of rates, as we compute; otherwise the formula as it stands, ``sigmoid(beta) ** d``, which is
+            what the authors' code computes.
     """
-    powers = torch.exp(-decay_rates(decay.beta)[..., None, None] * distances)
+    if log:
+        powers = torch.exp(-decay_rates(decay.beta)[..., None, None] * distances)
+    else:
+        powers = torch.sigmoid(decay.beta)[..., None, None] ** distances
     return decay.alpha[:, None, None] * powers.mean(1)
 
 
@@ -219,7 +231,7 @@ def _mask_sides(case: Case, device: str) -> Dict[str, Callable[[], Any]]:
 
     return {
         'violin': lambda: complete(lambda: decay(positions, 0, True, pairs)),
-        'plain': lambda: complete(lambda: plain_mask(decay, distances)),
+        'plain': lambda: complete(lambda: plain_mask(decay, distances, log=case.kind != 'mask')),
     }
 
 
