@@ -61,7 +61,7 @@ def run(
     report: Dict[str, Any] = {
         'format': FORMAT,
         'date': datetime.now(timezone.utc).isoformat(timespec='seconds'),
-        'command': ['violin benchmark', *sys.argv[1:]],
+        'command': ['violin', 'benchmark', *(word for word in sys.argv[1:] if word != 'benchmark')],
         'machine': machine(device),
         'load': {'before': _load()},
         'cases': {},

@@ -131,7 +131,7 @@ def fit(parts: Run) -> None:
     args = parts.args
     start = _open(parts)
     _baselines(parts, start)
-    tracker = create_tracker(args, parts.folder.name) if parts.folder else None
+    tracker = create_tracker(args, parts.folder.name, parts.folder) if parts.folder else None
     progress = Progress(parts.world, parts.last, len(parts.train), args.log_interval, start)
     began, before = time.perf_counter(), parts.saver.seconds if parts.saver else 0.0
 
