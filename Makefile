@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml setup.py
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train a Violin on scikit-learn's digits (about 4 minutes on two cores)
-	$(BIN)/violin train --config configs/quick/digits.yaml $(ARGS)
+	$(BIN)/violin train --config configs/quick/digits.yaml --experiment digits $(ARGS)
 
 # k-NN and logistic regression learn from the same 10,000 images; all but those of the test split were trained on
 DINO := output/dino/quick
