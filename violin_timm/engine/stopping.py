@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util  # before ours below: what is registered last runs first
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -46,3 +48,11 @@ class Terminate:
 def leave_to_parent(worker: int) -> None:
     """First thing in a loader worker: SIGTERM sent to the whole process group is the training process's to answer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Kill loader workers that are left at exit, where Python would send SIGTERM and wait for them for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
