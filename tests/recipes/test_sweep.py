@@ -21,10 +21,11 @@ from scipy import stats
 
 from violin_timm import cli
 from violin_timm.engine.config import ConfigError
+from violin_timm.engine.runs import finished
 from violin_timm.recipes import sweep as sweeps
 from violin_timm.recipes.sweep_draws import DISTRIBUTIONS, draw, grid_values
 from violin_timm.recipes.sweep_points import KEYS, folder_name, read_sweep
-from violin_timm.recipes.sweep_runs import Runner, check_same, finished, outcome
+from violin_timm.recipes.sweep_runs import Runner, check_same, outcome
 from violin_timm.recipes.sweep_table import Outcome, as_csv, as_markdown, rows
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'sweeps').glob('*.yaml'))

@@ -14,16 +14,16 @@ and several sweeps may share an output folder.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
 
 from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, find_config
+from ..engine.runs import cores, finished
 from ..evals.statistics import require_scipy
 from .sweep_points import Sweep, read_sweep
-from .sweep_runs import Runner, check_same, finished, outcome
+from .sweep_runs import Runner, check_same, outcome
 from .sweep_table import as_csv, as_markdown, rows
 
 __all__ = ['command', 'write_table']
@@ -53,7 +53,7 @@ def command(argv: list[str]) -> int:
         _show(sweep, output)
         return 0
     if not args.table_only:
-        threads = args.threads or max(1, _cores() // args.jobs)
+        threads = args.threads or max(1, cores() // args.jobs)
         try:
             Runner(sweep, output, args.jobs, threads).run()
         except KeyboardInterrupt:
@@ -77,10 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--dry-run', action='store_true', help='list the points and their state, and stop')
     parser.add_argument('--table-only', action='store_true', help='write the table of what has ended, and stop')
     return parser
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def _show(sweep: Sweep, output: Path) -> None:

@@ -20,15 +20,11 @@ from typing import Any, Mapping, NoReturn, Sequence
 from ..engine.checkpoints import write_text
 from ..engine.config import PACKAGE, ConfigError
 from ..engine.logging import clock
+from ..engine.runs import finished, lock, read_json, unlock
 from .sweep_points import Point, Sweep
 from .sweep_table import Outcome
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two sweeps must not share an output folder
-    fcntl = None
-
-__all__ = ['Runner', 'check_same', 'finished', 'outcome']
+__all__ = ['Runner', 'check_same', 'outcome']
 
 TRAIN = (sys.executable, '-m', 'violin_timm', 'train')
 # Settings that leave a result what it is, and so may differ between a run and its continuation.
@@ -39,26 +35,12 @@ TAIL = 2000  # bytes of a failed run's log that are looked at
 POLL = 0.1  # seconds
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None if there is none, or only a part of one."""
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def finished(folder: Path) -> bool:
-    """Whether a run has ended well: `result.json`, which training writes last and at once, is there and whole."""
-    return 'model' in (_read_json(folder / 'result.json') or {})
-
-
 def outcome(folder: Path, keys: Sequence[str]) -> Outcome:
     """What became of the run in `folder`, with the numbers that `keys` name in its result."""
     if not finished(folder):
-        failure = _read_json(folder / 'failure.json')
+        failure = read_json(folder / 'failure.json')
         return Outcome(failure=f'{failure["status"]}: {failure["log"][-1]}' if failure else None)
-    result, values = _read_json(folder / 'result.json'), {}
+    result, values = read_json(folder / 'result.json'), {}
     for key in keys:
         value: Any = result
         for part in key.split('.'):
@@ -81,7 +63,7 @@ def check_same(point: Point, folder: Path) -> None:
     Raises:
         ConfigError: It does; the message names the first that differs.
     """
-    before = (_read_json(folder / 'point.json') or {}).get('settings', {})
+    before = (read_json(folder / 'point.json') or {}).get('settings', {})
     for key, value in _identity(point).items():
         if key in before and before[key] != value:
             raise ConfigError(
@@ -153,17 +135,17 @@ class Runner:
             point = self.waiting.popleft()
             folder = self.runs / point.name
             folder.mkdir(parents=True, exist_ok=True)
-            free, lock = _lock(folder / '.lock')
+            free, held = lock(folder / '.lock')
             if not free:
                 self.waiting.append(point)
             elif finished(folder):
                 self.elsewhere += 1
-                _unlock(lock)
+                unlock(held)
                 self._say(f'done elsewhere  {point.name}')
             else:
-                self.children.append(self._start(point, folder, lock))
+                self.children.append(self._start(point, folder, held))
 
-    def _start(self, point: Point, folder: Path, lock: int | None) -> Child:
+    def _start(self, point: Point, folder: Path, held: int | None) -> Child:
         (folder / 'failure.json').unlink(missing_ok=True)
         record = {'parameters': point.parameters, 'arguments': point.arguments, 'settings': _identity(point)}
         write_text(folder / 'point.json', json.dumps(record, indent=2) + '\n')
@@ -176,9 +158,9 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=_environment(self.threads),
-                pass_fds=() if lock is None else (lock,),
+                pass_fds=() if held is None else (held,),
             )
-        return Child(point, folder, process, lock, start, time.monotonic())
+        return Child(point, folder, process, held, start, time.monotonic())
 
     def _end(self, child: Child) -> None:
         """Record how a run ended, and make room."""
@@ -191,7 +173,7 @@ class Runner:
             write_text(child.folder / 'failure.json', json.dumps(failure, indent=2) + '\n')
             self.failed += 1
             what = f'FAILED ({failure["status"]}: {failure["log"][-1]})'
-        _unlock(child.lock)
+        unlock(child.lock)
         self._say(f'{what}  {child.point.name}')
 
     def _say(self, what: str) -> None:
@@ -214,29 +196,11 @@ class Runner:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-            _unlock(child.lock)
+            unlock(child.lock)
 
 
 def _interrupt(*_: Any) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _lock(path: Path) -> tuple[bool, int | None]:
-    """Whether the lock is ours, and its descriptor. A child that inherits it keeps the lock while it lives."""
-    if fcntl is None:
-        return True, None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return False, None
-    return True, descriptor
-
-
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
 
 
 def _environment(threads: int) -> dict[str, str]:
