@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Sequence
 
 from ..evals.statistics import Difference, Summary, paired_difference, summarise
+from . import markdown
 from .sweep_points import Point, Sweep
 
 __all__ = ['Outcome', 'Row', 'as_csv', 'as_markdown', 'rows']
@@ -156,11 +157,7 @@ def _grid(table: Sequence[Row], sweep: Sweep, compare: bool) -> str:
     head = ['arm', *([', '.join(settings.select)] if settings.select else []), 'seeds', 'failed', 'missing']
     for key in settings.report:
         head += [f'{key} mean', 'std', 'min'] + ([f'minus {settings.baseline}'] if compare else [])
-    lines = [head, *(_cells(row, sweep, compare) for row in table)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    padded = ['| ' + ' | '.join(cell.ljust(width) for cell, width in zip(line, widths)) + ' |' for line in lines]
-    padded.insert(1, '|' + '|'.join('-' * (width + 2) for width in widths) + '|')
-    return '\n'.join(padded)
+    return markdown.table(head, [_cells(row, sweep, compare) for row in table])
 
 
 def _cells(row: Row, sweep: Sweep, compare: bool) -> list[str]:
@@ -173,15 +170,5 @@ def _cells(row: Row, sweep: Sweep, compare: bool) -> list[str]:
         parts = [getattr(summary, part, None) for part in ('mean', 'std', 'min')]
         cells += ['-' if part is None else f'{part:.{places}f}' for part in parts]
         if compare:
-            cells.append(_difference(row.differences.get(key), places))
-    return [cell.replace('|', r'\|') for cell in cells]
-
-
-def _difference(difference: Difference | None, places: int) -> str:
-    if difference is None:
-        return '-'
-    mean, low, high = (
-        '' if number is None else f'{number:+.{places}f}'
-        for number in (difference.mean, difference.low, difference.high)
-    )
-    return f'{mean} [{low}, {high}], {difference.pairs}' if low else f'{mean}, {difference.pairs}'
+            cells.append(markdown.difference(row.differences.get(key), places))
+    return cells
