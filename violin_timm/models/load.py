@@ -6,7 +6,7 @@ The filter here therefore checks keys itself: only mask parameters may be missin
 
 import logging
 import math
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping, Sequence, Set
 
 import torch
 from timm.models import build_model_with_cfg, get_pretrained_cfg
@@ -15,11 +15,21 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_f
 from . import authors
 from .vit import ViolinVisionTransformer, pooling, resample_pos_embed_dino
 
-__all__ = ['build_violin', 'checkpoint_filter_fn', 'plain_cfg', 'unwrap']
+__all__ = [
+    'DECAY',
+    'build_violin',
+    'check_keys',
+    'checkpoint_filter_fn',
+    'finetune_masks',
+    'listed',
+    'plain_cfg',
+    'translate',
+    'unwrap',
+]
 
 _logger = logging.getLogger(__name__)
 
-_DECAY = '.attn.decay.'
+DECAY = '.attn.decay.'  # what the key of a mask parameter contains
 
 
 def plain_cfg(name: str = '', **overrides) -> Dict[str, Any]:
@@ -83,15 +93,30 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: ViolinVisionTransfor
         RuntimeError: If a key is missing or left over, with both sides named.
         ValueError: If the file is of the other kind of pooling, or its curves are not the model's.
     """
-    state_dict = unwrap(state_dict)
+    state_dict = translate(state_dict, model, tuple(filter(None, model.curve_names.split(','))))
+    state_dict = _match_head(state_dict, model)
+    wanted = {k for k in model.state_dict() if not (k.startswith('head.') and _new_head(model))}
+    check_keys(state_dict, wanted, type(model).__name__)
+    return _fill_masks(state_dict, model)
+
+
+def translate(checkpoint: Dict[str, Any], model, curves: Sequence[str]) -> Dict[str, torch.Tensor]:
+    """A checkpoint in the keys of a Violin and, but for its classifier, in its shapes; not yet seen to fit.
+
+    Args:
+        checkpoint: Any layout that `checkpoint_filter_fn` or timm's own filter for Vision Transformers takes.
+        model: A Violin, registered or made by `add_violin`.
+        curves: Those of the columns of beta wanted; only the authors' layout has them in another order.
+
+    Raises:
+        ValueError: If the file is of the other kind of pooling, or is the authors' and has other curves.
+    """
+    state_dict = unwrap(checkpoint)
     if authors.is_authors(state_dict):
-        state_dict = authors.to_native(state_dict, tuple(filter(None, model.curve_names.split(','))))
+        state_dict = authors.to_native(state_dict, tuple(curves))
     state_dict = _match_class_token(state_dict, model)
     state_dict = _match_pos_embed(state_dict, model)
-    state_dict = timm_filter_fn(state_dict, model, adapt_layer_scale=True)
-    state_dict = _match_head(state_dict, model)
-    _check_keys(state_dict, model)
-    return _fill_masks(state_dict, model)
+    return timm_filter_fn(state_dict, model, adapt_layer_scale=True)
 
 
 def unwrap(checkpoint: Dict[str, Any]) -> Dict[str, torch.Tensor]:
@@ -171,39 +196,55 @@ def _new_head(model) -> bool:
     return not model.num_classes or model.num_classes != model.pretrained_cfg.get('num_classes')
 
 
-def _check_keys(state_dict: Dict[str, torch.Tensor], model) -> None:
-    wanted = {k for k in model.state_dict() if not (k.startswith('head.') and _new_head(model))}
-    missing = sorted(k for k in wanted - set(state_dict) if _DECAY not in k)
+def check_keys(state_dict: Mapping[str, torch.Tensor], wanted: Set[str], name: str) -> None:
+    """See that a state dict has the keys of a model, of which mask parameters alone may be missing, a kind at a time.
+
+    Args:
+        state_dict: In the model's layout.
+        wanted: Keys of the model.
+        name: What the error calls the model.
+
+    Raises:
+        RuntimeError: If a key is missing or left over, with both sides named.
+    """
+    missing = sorted(k for k in wanted - set(state_dict) if DECAY not in k)
     left_over = sorted(set(state_dict) - wanted)
     for kind in ('alpha', 'beta', 'curve_logits'):  # a kind is there in every layer, or in none
-        keys = {k for k in wanted if k.endswith(f'{_DECAY}{kind}')}
+        keys = {k for k in wanted if k.endswith(f'{DECAY}{kind}')}
         if keys & set(state_dict):
             missing += sorted(keys - set(state_dict))
     if not missing and not left_over:
         return
-    problem = f'checkpoint does not fit {type(model).__name__}: '
+    problem = f'checkpoint does not fit {name}: '
     if not wanted & set(state_dict):
         raise RuntimeError(f'{problem}none of its {len(state_dict)} keys is one of the {len(wanted)} of the model')
-    parts = [f'{name}: {_listed(keys)}' for name, keys in (('missing', missing), ('left over', left_over)) if keys]
-    if any(_DECAY in k for k in left_over):
+    parts = [f'{side}: {listed(keys)}' for side, keys in (('missing', missing), ('left over', left_over)) if keys]
+    if any(DECAY in k for k in left_over):
         parts.append('it has masks that this model has no place for; see mask=, alpha= and curves=')
     raise RuntimeError(problem + '; '.join(parts))
 
 
-def _listed(keys: List[str]) -> str:
+def listed(keys: List[str]) -> str:
+    """The first of some keys, for a message, and how many more there are."""
     return ', '.join(keys[:8]) + (f' and {len(keys) - 8} more' if len(keys) > 8 else '')
 
 
 def _fill_masks(state_dict: Dict[str, torch.Tensor], model) -> Dict[str, torch.Tensor]:
     """Draw the mask parameters that the checkpoint lacks, from the fine-tuning initialisation unless told otherwise."""
-    missing = [k for k in model.state_dict() if _DECAY in k and k not in state_dict]
+    missing = [k for k in model.state_dict() if DECAY in k and k not in state_dict]
     if not missing:
         return state_dict
-    for block in model.blocks:
-        if block.attn.decay.settings.mask_init is None:
-            block.attn.decay.set_mask_init('finetune')
+    finetune_masks(model)
     fresh = model.state_dict()
     # a plain checkpoint has no masks at all; one that has some was trained with other settings, which is worth a word
-    level = logging.WARNING if any(_DECAY in k for k in state_dict) else logging.INFO
-    _logger.log(level, f'Initialised {len(missing)} mask parameters that the checkpoint lacks: {_listed(missing)}')
+    level = logging.WARNING if any(DECAY in k for k in state_dict) else logging.INFO
+    _logger.log(level, f'Initialised {len(missing)} mask parameters that the checkpoint lacks: {listed(missing)}')
     return dict(state_dict, **{k: fresh[k].clone() for k in missing})
+
+
+def finetune_masks(model) -> None:
+    """Draw the masks of a Violin from the fine-tuning initialisation, unless it was built with another."""
+    for block in model.blocks:
+        decay = block.attn.decay
+        if decay is not None and decay.settings.mask_init is None:
+            decay.set_mask_init('finetune')
