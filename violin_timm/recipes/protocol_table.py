@@ -195,8 +195,8 @@ def _differences(protocol: Protocol, baselines: Sequence[str]) -> list[str]:
         if counts[baseline]:
             text += (
                 ' Intervals are over training seeds, with the data and their split fixed: they say nothing of another'
-                f' draw of images. There are {counts[baseline]} of them here and {sum(counts.values())} on this page,'
-                ' uncorrected for their number: without any effect one in twenty would exclude zero.'
+                f' draw of images. Intervals here: {counts[baseline]}, on this page: {sum(counts.values())},'
+                ' uncorrected for their number; without any effect one in twenty would exclude zero.'
             )
         blocks += [f'## Difference from {baseline}', text, md.table(['task', *others], lines)]
     return blocks
