@@ -11,12 +11,14 @@ import sys
 
 from .engine.config import ConfigError, nearest, parse
 from .engine.flags import TRAIN, Table
-from .recipes import tables
+from .recipes import protocol_flags, tables
 
 # name: (module, function of the arguments that returns an exit status, help)
 COMMANDS = {
     'train': ('violin_timm.cli', 'train', 'train an image classifier'),
     'dino': ('violin_timm.cli', 'dino', 'pretrain a backbone without labels'),
+    'vtab': ('violin_timm.cli', 'vtab', 'fine-tune with fresh masks on the tasks of VTAB-1K, arm beside arm'),
+    'finetune': ('violin_timm.cli', 'finetune', "the same on one's own images"),
     'knn': ('violin_timm.cli', 'knn', 'measure frozen features by k-NN'),
     'linear': ('violin_timm.cli', 'linear', 'measure frozen features by a linear classifier'),
     'sweep': ('violin_timm.recipes.sweep', 'command', 'train every point of a wandb sweep file, and compare them'),
@@ -35,6 +37,16 @@ def train(argv: list[str]) -> int:
 def dino(argv: list[str]) -> int:
     """`violin dino`."""
     return _run(argv, tables.DINO, 'violin_timm.recipes.dino')
+
+
+def vtab(argv: list[str]) -> int:
+    """`violin vtab`."""
+    return _run(argv, protocol_flags.VTAB, 'violin_timm.recipes.vtab')
+
+
+def finetune(argv: list[str]) -> int:
+    """`violin finetune`."""
+    return _run(argv, protocol_flags.FINETUNE, 'violin_timm.recipes.own_images')
 
 
 def knn(argv: list[str]) -> int:

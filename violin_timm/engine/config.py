@@ -289,5 +289,6 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
 def as_yaml(args: argparse.Namespace) -> str:
     """Text of an `args.yaml` that reruns the run with `--config`: `resume: auto` is left out, all else is as given."""
     values = as_dict(args)
-    values['resume'] = '' if values['resume'] == 'auto' else values['resume']
+    if values.get('resume') == 'auto':
+        values['resume'] = ''
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120)

@@ -1,0 +1,161 @@
+"""The model of one fine-tuning run: a pretrained backbone, fresh or carried masks, a fresh classifier."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, Mapping
+
+import torch
+from timm.models import get_pretrained_cfg, is_model, list_models, parse_model_name, split_model_name_tag
+from torch import nn
+
+from ..engine import build
+from ..engine.config import ConfigError, completed, nearest
+from ..models.files import infer_model_args, read_checkpoint, saved_model
+from ..models.load import unwrap
+from ..models.plug import add_violin
+from ..models.transfer import load_backbone
+from ..models.vit import ViolinMixin
+from ..peft import Adapter, add_adapters
+from ..settings import MaskSettings
+
+__all__ = ['arm_settings', 'build_model', 'channels_of', 'model_of', 'weights']
+
+MASK_FIELDS = tuple(field.name for field in fields(MaskSettings))
+INITIALISATION = ('mask_init', 'beta_range', 'beta_std', 'alpha_mean', 'alpha_std')
+
+
+def arm_settings(args: Namespace, arm: str) -> tuple[dict[str, Any], float]:
+    """Mask settings of an arm, with the initialisation of fine-tuning, and the factor on its masks' learning rate.
+
+    Raises:
+        ConfigError: There is no such arm, or it has settings that cannot be.
+    """
+    given = args.arms[arm]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'arms: got {given!r} for {arm!r}; expected a mapping of mask settings')
+    given = dict(given)
+    factor = given.pop('mask_lr_scale', args.mask_lr_scale)
+    settings = {'mask_init': 'finetune', **given}
+    if given.get('mask', 'learned') == 'learned' and args.beta_range and settings['mask_init'] != 'none':
+        settings.setdefault('beta_range', args.beta_range)
+    if given.get('alpha', 'learned') == 'learned' and args.alpha_std is not None:
+        settings.setdefault('alpha_std', args.alpha_std)
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    for name in settings:
+        if name not in MASK_FIELDS:
+            allowed = ', '.join((*MASK_FIELDS, 'mask_lr_scale'))
+            raise ConfigError(f'arms: {arm!r} has the setting {name!r}; choose from {allowed}')
+    try:
+        MaskSettings(**settings)
+    except (TypeError, ValueError) as err:
+        raise ConfigError(f'arms: {arm!r}: {err}') from err
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor >= 0:
+        raise ConfigError(f'arms: {arm!r} has mask_lr_scale={factor!r}; expected a number, at least 0')
+    return settings, float(factor)
+
+
+@lru_cache(maxsize=1)
+def weights(path: str) -> dict[str, Any]:
+    """Contents of a checkpoint file, kept for the next run of this process; not to be changed.
+
+    Raises:
+        ConfigError: There is none, or it is no checkpoint.
+    """
+    try:
+        return read_checkpoint(path)
+    except ValueError as err:
+        raise ConfigError(f'pretrained_path: {err}') from err
+
+
+def model_of(args: Namespace) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of the model: those given, over those that the checkpoint records or shows.
+
+    Raises:
+        ConfigError: Neither names a model.
+    """
+    name, kwargs = args.model, {}
+    if args.pretrained_path:
+        checkpoint = weights(args.pretrained_path)
+        recorded, kwargs = saved_model(checkpoint)
+        if args.model and args.model != recorded:
+            kwargs = {}
+        name = args.model or recorded
+        if name and _is_violin(name):
+            kwargs.setdefault('class_token', infer_model_args(unwrap(checkpoint))['class_token'])
+    if not name:
+        raise ConfigError("model: got ''; expected a name of timm.list_models(), as the checkpoint records none")
+    source, plain = parse_model_name(name)
+    if source is None and not is_model(split_model_name_tag(plain)[0]):
+        raise ConfigError(f'model: got {name!r}{nearest(plain, list_models(), "; see timm.list_models()")}')
+    for dropped in ('num_classes', 'drop_path_rate', *(MASK_FIELDS if args.masks == 'fresh' else INITIALISATION)):
+        kwargs.pop(dropped, None)
+    return name, {**kwargs, **args.model_kwargs}
+
+
+def channels_of(args: Namespace) -> int:
+    """Image channels of the model."""
+    name, kwargs = model_of(args)
+    config = get_pretrained_cfg(name, allow_unregistered=False) if parse_model_name(name)[0] is None else None
+    return args.in_chans or kwargs.get('in_chans') or (config.input_size[0] if config else 3)
+
+
+def _is_violin(name: str) -> bool:
+    return parse_model_name(name)[1].startswith('violin')
+
+
+def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
+    """A Violin, on the CPU, as a run starts with it; for one seed the arms differ in their decay parameters alone.
+
+    Args:
+        args: Settings of the protocol.
+        settings: Of the arm's masks, from `arm_settings`.
+        classes: Classes of the task.
+        seed: Of everything that is drawn: masks, classifier, adapters.
+
+    Raises:
+        ConfigError: The model, its settings and its weights do not fit together.
+    """
+    torch.manual_seed(seed)
+    name, kwargs = model_of(args)
+    recorded = {key: kwargs.pop(key) for key in MASK_FIELDS if key in kwargs}
+    # masks that are carried are those that the weights hold; an arm without a mask has no use for their curves
+    own = dict(settings) if settings.get('mask') == 'none' else {**recorded, **settings}
+    from_timm = args.pretrained and not args.pretrained_path
+    violin = _is_violin(name)
+    flags = completed(
+        args,
+        model=name,
+        pretrained=from_timm,
+        pretrained_path=None,
+        num_classes=classes,
+        model_kwargs={**kwargs, **own} if violin else kwargs,
+    )
+    model = build.build_model(flags)
+    try:
+        if not violin:
+            add_violin(model, **own)
+        if args.pretrained_path:
+            load_backbone(model, weights(args.pretrained_path), args.masks)
+        elif args.masks == 'carried':
+            raise ConfigError("masks: got 'carried'; that needs pretrained_path, timm's weights have no masks")
+    except (RuntimeError, TypeError, ValueError) as err:
+        raise err if isinstance(err, ConfigError) else ConfigError(f'model: {name}: {err}') from err
+    assert isinstance(model, ViolinMixin)
+    _fresh_classifier(model, args.head_std, seed)
+    if args.peft:
+        model = add_adapters(model, Adapter.of(args.peft))
+    return model
+
+
+def _fresh_classifier(model: nn.Module, std: float, seed: int) -> None:
+    """Weights ~ N(0, std), biases 0, from a generator of their own: what the masks drew does not matter."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = model.get_classifier()
+    for head in heads if isinstance(heads, (tuple, list)) else (heads,):
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(f'model: its classifier is {type(head).__name__}; expected Linear')
+        nn.init.trunc_normal_(head.weight, std=std, generator=generator)
+        nn.init.zeros_(head.bias)

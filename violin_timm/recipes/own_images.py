@@ -1,0 +1,117 @@
+"""`violin finetune`: one's own images, or a timm data set, by the protocol of `violin vtab`.
+
+    violin finetune --data-dir FOLDER --shots 100 --model violin_deit_small.fb_in1k
+    violin finetune --data-dir FOLDER --pretrained-path mine.pth.tar --peft method=lora rank=8
+
+`FOLDER/train` holds a folder of images for each class, and `FOLDER/test` (or `val`) the images to test on; without the
+latter, the images that were not drawn to learn from are tested on. Leaves `runs/`, with the models of the final runs,
+`table.md` and `table.csv`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Hashable
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from ..data.datasets import EMBEDDED, create_dataset
+from ..data.few_shot import Subset, choose
+from ..data.vtab import Task
+from ..engine.config import ConfigError, completed
+from ..engine.logging import log
+from .finetune_build import channels_of
+from .protocol import Plan
+from .protocol_run import run_protocol
+
+__all__ = ['OwnSource', 'labels_of', 'prepare', 'run', 'test_split']
+
+TEST_FOLDERS = ('test', 'val', 'valid', 'validation')
+
+
+class OwnSource:
+    """A training split, from which the images to learn from are drawn, and a test split, or what is left."""
+
+    def __init__(self, args: Namespace) -> None:
+        """
+        Raises:
+            ConfigError: The data are not there, or no class can be told.
+        """
+        self.args = args
+        self.train = _open(args, args.train_split, training=True)
+        self.labels = labels_of(self.train)
+        names = getattr(self.train, 'classes', None)
+        self.split = test_split(args)
+        self.test = _open(args, self.split, classes=names) if self.split else None
+        classes = max(len(names or ()), max(self.labels) + 1)
+        name = args.dataset.replace('/', '_') or Path(args.data_dir).resolve().name
+        self.tasks = (Task(name, 'own', classes, None),)
+
+    def key(self, task: Task, stage: str, seed: int) -> Hashable:
+        return stage, seed if self.args.draw_per_seed else 0
+
+    def open(self, task: Task, stage: str, seed: int) -> tuple[Dataset, Dataset]:
+        args = self.args
+        draw = args.draw_seed + (seed if args.draw_per_seed else 0)
+        learned, held_out = choose(self.labels, draw, args.shots, args.train_images, args.val_part)
+        if stage == 'tune':
+            if not held_out:
+                raise ConfigError(f'val_part: got {args.val_part}; tuning needs held-out images, or one rate in lrs')
+            return Subset(self.train, learned), Subset(self.train, held_out)
+        both = sorted([*learned, *held_out])
+        if self.test is not None:
+            return Subset(self.train, both), Subset(self.test, range(len(self.test)))
+        rest = np.setdiff1d(np.arange(len(self.labels)), both).tolist()
+        if not rest:
+            raise ConfigError(
+                'test_split: got nothing, and no image is left to test on; name a split, or learn from fewer images '
+                'with --shots or --train-images'
+            )
+        return Subset(self.train, both), Subset(self.train, rest)
+
+
+def test_split(args: Namespace) -> str:
+    """The split to test on; '' for the images that are not drawn."""
+    if args.test_split or args.dataset:
+        return args.test_split
+    return next((name for name in TEST_FOLDERS if (Path(args.data_dir or '.') / name).is_dir()), '')
+
+
+def _open(args: Namespace, split: str, training: bool = False, classes: Any = None) -> Dataset:
+    dataset = create_dataset(completed(args), split, channels_of(args), training=training, classes=classes)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'):
+        raise ConfigError(f'dataset: {args.dataset!r} is a stream; expected one whose images have numbers')
+    return dataset
+
+
+@lru_cache(maxsize=4)
+def labels_of(dataset: Dataset) -> tuple[int, ...]:
+    """The label of each image, without reading the images where the data set lists them."""
+    inner = getattr(dataset, 'dataset', dataset)
+    for owner in (inner, getattr(inner, 'reader', None)):
+        for name in ('labels', 'targets', 'samples'):
+            listed = getattr(owner, name, None)
+            if listed is not None and len(listed) == len(dataset):
+                return tuple(int(item[1] if name == 'samples' else item) for item in listed)
+    log.info('reading all %d images for their labels, which this data set does not list', len(dataset))
+    return tuple(int(dataset[index][1]) for index in range(len(dataset)))
+
+
+def prepare(args: Namespace) -> tuple[Plan, OwnSource]:
+    """Plan and source."""
+    source = OwnSource(args)
+    return Plan(args, source.tasks, tuple(args.only or args.arms)), source
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """The whole protocol; as `vtab.run`, with `protocol_flags.FINETUNE`."""
+    if not args.data_dir and args.dataset not in EMBEDDED:
+        raise ConfigError('data_dir: got nothing; expected a folder of images')
+    if not args.experiment:
+        args.experiment = args.dataset.replace('/', '_') or Path(args.data_dir).resolve().name
+    if not args.test_split and not args.dataset and test_split(args):
+        log.info('testing on %s', Path(args.data_dir) / test_split(args))
+    return run_protocol(args, prepare)

@@ -1,0 +1,48 @@
+"""The model of a final run as files: a checkpoint that loads by itself, and the adapter where there is one."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.files import write_atomically
+from ..peft import merge, save_adapters
+from .finetune import Job
+from .finetune_build import arm_settings, model_of
+
+__all__ = ['MODEL', 'save_model']
+
+MODEL = 'model.pth.tar'
+
+
+def save_model(args: Namespace, job: Job, model: nn.Module, folder: Path) -> None:
+    """Write `model.pth.tar`, adapters merged into it, and `adapter/`, which peft loads onto the pretrained model.
+
+    `state_dict` has timm's keys; `arch` and `args` name the model and its arguments, so that for a registered Violin
+    `timm.create_model(arch, checkpoint_path=..., **args['model_kwargs'])` is the model. For one that `add_violin` made,
+    `violin_settings` holds the arguments of that call.
+    """
+    name, kwargs = model_of(args)
+    settings, _ = arm_settings(args, job.arm)
+    if args.peft:
+        save_adapters(model, folder / 'adapter')
+        model = merge(model)
+    model = model.to('cpu')
+    contents: dict[str, Any] = {'arch': name, 'state_dict': model.state_dict()}
+    added = getattr(model, 'violin_settings', None)
+    own = {} if added is not None else {key: value for key, value in settings.items() if key != 'mask_init'}
+    contents['args'] = {
+        'model': name,
+        'model_kwargs': {**kwargs, **own, 'num_classes': model.num_classes},
+        'img_size': args.img_size,
+        'in_chans': args.in_chans,
+        'mean': args.mean,
+        'std': args.std,
+    }
+    if added is not None:
+        contents['violin_settings'] = dict(added)
+    write_atomically(folder / MODEL, lambda file: torch.save(contents, file))
