@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env train dino test test-timm test-timm-all bench gpu-check lint format clean
+.PHONY: help env train dino vtab-mini test test-timm test-timm-all bench gpu-check lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,13 @@ dino: $(STAMP)  ## DINO on Fashion-MNIST, then k-NN and a linear classifier (abo
 		$(BIN)/violin linear $(EVAL) --weights $$weights --title $$weights --closed --blocks 1 --patch-mean \
 			--train-split 'train[:10000]' --val-split test $$(test $$weights = untrained || echo --table) || exit 1; \
 	done
+
+PRETRAINED := output/train/fashion_plain/result.json
+$(PRETRAINED): | $(STAMP)
+	$(BIN)/violin train --config configs/quick/fashion_plain.yaml --experiment fashion_plain --resume auto
+
+vtab-mini: $(STAMP) $(PRETRAINED)  ## VTAB-1K's protocol in small, on a plain ViT pretrained here (under 25 minutes)
+	$(BIN)/violin vtab --config configs/quick/vtab_mini.yaml $(ARGS)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -121,7 +121,9 @@ def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed
     torch.manual_seed(seed)
     name, kwargs = model_of(args)
     recorded = {key: kwargs.pop(key) for key in MASK_FIELDS if key in kwargs}
-    # masks that are carried are those that the weights hold; an arm without a mask has no use for their curves
+    # Carried masks have the settings of the weights; whether there are masks at all is the arm's to say, and one
+    # without a mask has no use for curves.
+    recorded = {key: value for key, value in recorded.items() if value != 'none'}
     own = dict(settings) if settings.get('mask') == 'none' else {**recorded, **settings}
     from_timm = args.pretrained and not args.pretrained_path
     violin = _is_violin(name)

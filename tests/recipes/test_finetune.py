@@ -1,0 +1,211 @@
+"""One fine-tuning run: what it starts from, its schedule, what it leaves."""
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import violin_timm  # noqa: F401  registers the models
+from violin_timm.data.tensors import Tensors
+from violin_timm.engine.config import ConfigError, settings
+from violin_timm.recipes.finetune import Job, finetune, rates
+from violin_timm.recipes.finetune_build import arm_settings, build_model, channels_of, model_of
+from violin_timm.recipes.protocol_flags import ARMS, VTAB
+from violin_timm.recipes.protocol_models import MODEL, save_model
+
+KWARGS = {'patch_size': 4, 'embed_dim': 24, 'depth': 2, 'num_heads': 2}
+CPU = torch.device('cpu')
+
+
+@pytest.fixture(scope='module')
+def plain_file(tmp_path_factory):
+    """A plain Violin's training checkpoint, as `violin train` leaves it."""
+    return save(tmp_path_factory.mktemp('plain') / 'last.pth.tar', {'mask': 'none', 'alpha': 'none'})
+
+
+@pytest.fixture(scope='module')
+def violin_file(tmp_path_factory):
+    return save(tmp_path_factory.mktemp('violin') / 'last.pth.tar', {'curves': 'hilbert,snake'})
+
+
+def save(path, masks):
+    torch.manual_seed(7)
+    kwargs = {**KWARGS, **masks, 'class_token': True, 'img_size': 16}
+    model = timm.create_model('violin_deit_tiny', num_classes=5, **kwargs)
+    recorded = {'model': 'violin_deit_tiny', 'model_kwargs': {k: v for k, v in kwargs.items() if k != 'img_size'}}
+    recorded['img_size'] = 16
+    torch.save({'state_dict': model.state_dict(), 'arch': 'violin_deit_tiny', 'args': recorded}, path)
+    return str(path)
+
+
+def make(**values):
+    base = {'device': 'cpu', 'workers': 0, 'epochs': 2, 'batch_size': 8, 'data_dir': '.', 'lrs': [1e-3]}
+    return settings(VTAB, **{**base, **values})
+
+
+def images(count, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return Tensors(
+        torch.randint(0, 256, (count, 3, 16, 16), generator=draw, dtype=torch.uint8),
+        torch.randint(0, 3, (count,), generator=draw),
+    )
+
+
+def run(args, arm='violin', lr=1e-3, seed=0):
+    job = Job('task', arm, 'final', lr, seed)
+    return finetune(args, job, 3, lambda size, interpolation: (images(20), images(9, 1)), CPU)
+
+
+def built(args, arm, seed=0, classes=3):
+    return build_model(args, arm_settings(args, arm)[0], classes, seed)
+
+
+def test_arms_start_alike_but_for_their_masks(plain_file):
+    args = make(pretrained_path=plain_file, head_std=0.5)
+    plain, alpha, violin = (built(args, arm).state_dict() for arm in ARMS)
+    weights = torch.load(plain_file, weights_only=True)['state_dict']
+    for key, value in plain.items():
+        assert torch.equal(value, alpha[key]) and torch.equal(value, violin[key]), key
+        assert key.startswith('head.') or torch.equal(value, weights[key]), key
+    assert len(alpha) == len(plain) + 2 and len(violin) == len(plain) + 4
+    assert violin['blocks.0.attn.decay.beta'].min() >= 15
+    assert not torch.equal(plain['head.weight'], built(args, 'plain', seed=1).state_dict()['head.weight'])
+    assert not plain['head.bias'].any() and plain['head.weight'].std() == pytest.approx(0.5, rel=0.3)
+
+
+@pytest.mark.parametrize('peft', [{}, {'method': 'lora', 'rank': 2}, {'method': 'dora', 'rank': 2}])
+def test_without_a_spread_of_alpha_a_fresh_mask_changes_nothing_at_step_0(plain_file, peft, close):
+    args = make(pretrained_path=plain_file, head_std=0.5, alpha_std=0.0, peft=peft)
+    x = torch.randn(2, 3, 16, 16)
+    close(built(args, 'violin').eval()(x), built(args, 'plain').eval()(x), 1e-4)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'deit_tiny_distilled_patch16_224'])
+def test_any_timm_vit_becomes_a_violin(name):
+    args = make(model=name, model_kwargs={'embed_dim': 24, 'depth': 2, 'num_heads': 2, 'patch_size': 4}, img_size=16)
+    model = built(args, 'violin')
+    assert type(model).__name__.startswith('Violin') and model.blocks[1].attn.decay.beta.min() >= 15
+    result, predictions, _ = run(make(**{**vars(args), 'beta_range': [5, 9]}), lr=1e-2)
+    assert len(predictions) == 9 and result['movement'][0]['beta_change_max'] > 0
+
+
+def test_masks_of_a_violin_are_carried_or_drawn_anew(violin_file):
+    trained = torch.load(violin_file, weights_only=True)['state_dict']
+    key = 'blocks.0.attn.decay.beta'
+    carried = built(make(pretrained_path=violin_file, masks='carried'), 'violin').state_dict()
+    fresh = built(make(pretrained_path=violin_file), 'violin').state_dict()
+    plain = built(make(pretrained_path=violin_file, masks='carried'), 'plain').state_dict()
+    assert torch.equal(carried[key], trained[key]) and carried[key].shape == (2, 2)
+    assert fresh[key].shape == (2, 8) and fresh[key].min() >= 15
+    assert not [name for name in plain if '.decay.' in name]
+    for name, value in plain.items():
+        assert name.startswith('head.') or (torch.equal(value, trained[name]) and torch.equal(value, fresh[name]))
+
+
+def test_carried_masks_need_masks(plain_file):
+    with pytest.raises(ConfigError, match=r'masks.*fresh'):
+        built(make(pretrained_path=plain_file, masks='carried'), 'violin')
+    with pytest.raises(ConfigError, match='pretrained_path'):
+        built(make(model='violin_deit_tiny', masks='carried', model_kwargs=KWARGS), 'violin')
+
+
+def test_initialisation_is_a_setting_of_all_arms_or_of_one(plain_file):
+    arms = {'near': {'beta_range': [5, 9]}, 'far': {}, 'alpha': {'mask': 'none'}, 'plain': ARMS['plain']}
+    args = make(pretrained_path=plain_file, arms=arms, beta_range=[11, 12], alpha_std=0.0)
+    beta = {arm: built(args, arm).blocks[0].attn.decay.beta for arm in ('near', 'far')}
+    assert 5 <= beta['near'].min() <= beta['near'].max() <= 9 and 11 <= beta['far'].min() <= beta['far'].max() <= 12
+    assert torch.equal(built(args, 'alpha').blocks[1].attn.decay.alpha, torch.ones(2))
+    assert built(args, 'plain').blocks[0].attn.decay is None
+
+
+@pytest.mark.parametrize(
+    ('arm', 'message'),
+    [
+        ({'betta_range': [5, 9]}, "'betta_range'; choose from mask"),
+        ({'curves': 'hilbrt'}, 'hilbrt'),
+        ({'mask': 'none', 'beta_range': [5, 9]}, 'no effect'),
+        ({'mask_lr_scale': -1}, 'mask_lr_scale=-1'),
+        (['curves'], 'expected a mapping'),
+    ],
+)
+def test_an_arm_that_cannot_be_is_named(arm, message):
+    with pytest.raises(ConfigError, match=message):
+        arm_settings(make(arms={'mine': arm}), 'mine')
+
+
+def test_name_and_arguments_come_from_the_checkpoint_unless_given(violin_file):
+    assert model_of(make(pretrained_path=violin_file))[1]['embed_dim'] == 24
+    assert model_of(make(pretrained_path=violin_file, model_kwargs={'depth': 1}))[1]['depth'] == 1
+    assert channels_of(make(pretrained_path=violin_file)) == 3 and channels_of(make(model='violin_pixel_nano')) == 1
+    with pytest.raises(ConfigError, match=r"model: got ''"):
+        model_of(make())
+    with pytest.raises(ConfigError, match=r'did you mean violin_deit_tiny'):
+        model_of(make(model='violin_diet_tiny'))
+
+
+def test_the_rate_rises_by_equal_steps_and_falls_along_a_cosine():
+    groups = [{'params': [torch.nn.Parameter(torch.zeros(1))], 'lr_scale': scale} for scale in (1.0, 0.65)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    schedule, seen = rates(optimizer, 750, 0.1), []
+    for update in range(1, 751):
+        schedule.step_update(update)
+        seen.append([group['lr'] for group in optimizer.param_groups])
+    seen = np.array(seen) / 1e-3
+    falling = [(1 + math.cos(math.pi * i / 674)) / 2 for i in range(1, 675)]
+    np.testing.assert_allclose(seen[:, 0], [*(np.arange(1, 76) / 75), *falling, 0.0], atol=1e-12)
+    np.testing.assert_allclose(seen[:, 1], 0.65 * seen[:, 0], atol=1e-12)
+
+
+def test_a_run_repeats_and_its_seed_matters(plain_file):
+    args = make(pretrained_path=plain_file, lrs=[1e-2])
+    first, predictions, model = run(args)
+    again, repeated, other = run(args)
+    seconds = first.pop('seconds'), again.pop('seconds')
+    assert first == again and np.array_equal(predictions, repeated) and all(seconds)
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert first['updates'] == 2 * (20 // 8) and first['images'] == {'train': 20, 'evaluated': 9}
+    assert run(args, seed=1)[0]['train_loss'] != first['train_loss']
+
+
+def test_measures_in_float32_the_last_model(plain_file):
+    args = make(pretrained_path=plain_file, amp=True, lrs=[1e-2])
+    result, predictions, model = run(args)
+    x = images(9, 1)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        logits = model((x.images / 255 - mean) / std)
+    assert logits.dtype == torch.float32
+    assert np.array_equal(logits.argmax(1).numpy(), predictions)
+    assert result['top1'] == pytest.approx(100 * (logits.argmax(1) == x.labels).float().mean().item())
+    assert result['loss'] == pytest.approx(torch.nn.functional.cross_entropy(logits, x.labels).item(), rel=1e-5)
+
+
+def test_a_run_that_diverges_counts_nothing(plain_file):
+    result, _, _ = run(make(pretrained_path=plain_file, epochs=6), lr=1e30)
+    assert result['diverged'] and result['top1'] == 0 and result['train_loss'] is None
+
+
+def test_masks_learn_at_their_own_rate(plain_file):
+    def moved(**arm):
+        args = make(pretrained_path=plain_file, arms={'mine': {'beta_range': [5, 9], **arm}}, epochs=4)
+        return [layer['beta_change_max'] for layer in run(args, 'mine')[0]['movement']]
+
+    usual, faster, frozen = moved(), moved(mask_lr_scale=20.0), moved(mask_lr_scale=0.0)
+    assert faster[0] > 5 * usual[0] > 0 and frozen[0] == 0
+
+
+@pytest.mark.parametrize('peft', [{}, {'method': 'lora', 'rank': 2}, {'method': 'dora', 'rank': 2}])
+@pytest.mark.parametrize('arm', ['plain', 'violin'])
+def test_a_saved_model_predicts_the_same(plain_file, peft, arm, tmp_path):
+    args = make(pretrained_path=plain_file, peft=peft)
+    _, predictions, model = run(args, arm, lr=1e-2)
+    save_model(args, Job('task', arm, 'final', 1e-2, 0), model, tmp_path)
+    saved = torch.load(tmp_path / MODEL, weights_only=True)
+    kwargs = {**saved['args']['model_kwargs'], 'img_size': 16}
+    again = timm.create_model(saved['arch'], checkpoint_path=str(tmp_path / MODEL), **kwargs).eval()
+    x = images(9, 1).images / 255
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    assert np.array_equal(again((x - mean) / std).argmax(1).numpy(), predictions)
+    assert (tmp_path / 'adapter').exists() == bool(peft)
