@@ -1,5 +1,6 @@
 """A checkpoint's backbone into a model that is to be fine-tuned, with fresh masks and with carried ones."""
 
+import argparse
 import logging
 
 import pytest
@@ -215,6 +216,8 @@ def test_checkpoint_of_our_dino_gives_the_teacher(masks):
     before = state_of(violin(mask_init='finetune'))
     load_backbone(model, {'state_dict': student, 'state_dict_ema': teacher, 'student_head': {}, 'epoch': 3}, masks)
     assert_loaded(model, before, teacher, masks)
+    for block in model.blocks:
+        assert block.attn.decay.settings.mask_init == (None if masks == 'carried' else 'finetune')
 
 
 @pytest.mark.parametrize('masks', MASKS)
@@ -286,7 +289,8 @@ def authors(golden):
 def test_authors_weights(masks, curves, authors):
     model = violin(norm_layer=None, mask_init='finetune', curves=curves)
     before = state_of(model)
-    load_backbone(model, {'teacher': {f'module.backbone.{k}': v for k, v in authors.items()}}, masks)
+    theirs = {f'module.backbone.{k}': v for k, v in authors.items()}
+    load_backbone(model, {'teacher': theirs, 'args': argparse.Namespace(model='violin_tiny')}, masks)
     assert_loaded(model, before, to_native(authors, curves), masks)
 
 
