@@ -1,7 +1,5 @@
-"""LoRA and DoRA: what is trained, what is stored, what comes back, and what is refused."""
+"""LoRA and DoRA: what is trained, what comes back, the counts, and what is refused."""
 
-import json
-import shutil
 import sys
 
 import pytest
@@ -12,7 +10,6 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from violin_timm import add_violin, peft
-from violin_timm.engine import files
 from violin_timm.engine.config import ConfigError
 from violin_timm.peft import Adapter, add_adapters, count_parameters, load_adapters, merge, save_adapters
 
@@ -109,6 +106,31 @@ def test_at_first_the_outputs_are_those_of_the_model(kind, method):
     torch.testing.assert_close(output(model), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('method', ['lora', 'dora'])
+def test_merged_weights_by_the_papers_formulas(method, close):
+    adapter = Adapter(method, rank=3, alpha=6.0)
+    model = add_adapters(create('learned'), adapter)
+    layer = model.get_base_model().blocks[1].mlp.fc1
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    weight, a, b = (x.weight.detach() for x in (layer.base_layer, layer.lora_A['default'], layer.lora_B['default']))
+    expected = weight + 6.0 / 3 * b @ a
+    if method == 'dora':  # the magnitude times the direction, both by output
+        magnitude = layer.lora_magnitude_vector['default'].weight.detach()
+        expected = magnitude[:, None] * expected / expected.norm(dim=1, keepdim=True)
+    close(merge(model).blocks[1].mlp.fc1.weight, expected, 1e-5)
+
+
+def test_dropout_is_on_the_adapters_in_training_alone():
+    model = add_adapters(create('off'), Adapter('lora', rank=3, dropout=0.5))
+    for name, parameter in model.named_parameters():
+        if 'lora_B' in name:
+            nn.init.normal_(parameter)
+    assert torch.equal(output(model), output(model))
+    with torch.no_grad():
+        assert not torch.equal(model.train()(images()), model(images()))
+
+
 @cases
 def test_saved_and_loaded(kind, method, tmp_path, close):
     model = trained(kind, method)
@@ -190,115 +212,6 @@ def test_no_weight_decay_is_reachable_through_the_wrapper():
     decayed = {id(p) for group in groups if group['weight_decay'] for p in group['params']}
     names = {n for n, p in model.named_parameters() if id(p) in decayed}
     assert names and all('.lora_' in name or name.endswith('head.modules_to_save.default.weight') for name in names)
-
-
-# --- files
-
-
-def adapters(tmp_path, kind='learned', method='lora'):
-    save_adapters(trained(kind, method), tmp_path / 'adapters')
-    return tmp_path / 'adapters'
-
-
-def test_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    folder = adapters(tmp_path)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    model = trained('learned', 'dora')
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(peft.os, 'fsync', interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_adapters(model, folder)
-    monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    save_adapters(model, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ['adapters']
-    assert torch.equal(output(load_adapters(create('learned'), folder)), output(model))
-
-
-def test_the_name_is_given_last(tmp_path, monkeypatch):
-    seen = []
-
-    def rename(source, target):
-        seen.append(sorted(path.name for path in source.iterdir()))
-        files.rename(source, target)
-
-    monkeypatch.setattr(peft, 'rename', rename)
-    adapters(tmp_path)
-    assert seen == [sorted(peft.FILES)]
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path):
-    (tmp_path / 'summary.csv').touch()
-    model = add_adapters(create('learned'), ADAPTERS['lora'])
-    for place, message in ((tmp_path, 'which holds summary.csv'), (tmp_path / 'summary.csv', 'which is a file')):
-        with pytest.raises(ConfigError, match=message):
-            save_adapters(model, place)
-    assert [path.name for path in tmp_path.iterdir()] == ['summary.csv']
-
-
-@pytest.mark.parametrize('kind', ['off', 'distilled', 'headless'])
-def test_another_model_is_refused(kind, tmp_path):
-    folder = adapters(tmp_path)
-    with pytest.raises(RuntimeError, match=r"modules_to_save: got \['decay', 'head'\]; \w+ needs"):
-        load_adapters(create(kind), folder)
-
-
-def test_adapters_without_masks_are_refused_by_a_model_with_them(tmp_path):
-    folder = adapters(tmp_path, 'off')
-    with pytest.raises(RuntimeError, match=r"modules_to_save: got \['head'\]; \w+ needs \['decay', 'head'\]"):
-        load_adapters(create('learned'), folder)
-
-
-@pytest.mark.parametrize(
-    'kwargs, message',
-    [
-        (dict(depth=3), r'missing: base_model\.model\.blocks\.2\.'),
-        (dict(depth=1), r'left over: base_model\.model\.blocks\.1\.'),
-        (dict(embed_dim=96), r'of another shape: .* \[48\] for \[96\]'),
-        (dict(num_classes=6), r'of another shape: .*head\.bias \[5\] for \[6\]'),
-        (dict(alpha='none'), r'left over: base_model\.model\.blocks\.0\.attn\.decay\.alpha'),
-        (dict(curve_weights='learned'), r'missing: .*decay\.curve_logits'),
-        (dict(curves='snake'), r'of another shape: .*decay\.beta \[3, 8\] for \[3, 1\]'),
-    ],
-    ids=str,
-)
-def test_another_size_is_refused(kwargs, message, tmp_path):
-    folder = adapters(tmp_path)
-    with pytest.raises(RuntimeError, match=f'does not fit the model: .*{message}'):
-        load_adapters(timm.create_model('violin_deit_tiny', **{**SMALL, 'class_token': True, **kwargs}), folder)
-
-
-@pytest.mark.parametrize(
-    'change, message',
-    [
-        (dict(r=5), 'of another shape: .*lora_A'),
-        (dict(use_dora=True), 'missing: .*lora_magnitude_vector'),
-        (dict(bias='none'), 'left over: .*bias'),
-        (dict(target_modules=['qkv']), r"target_modules: got .*'qkv'.* needs 'blocks"),
-        (dict(use_rslora=True), 'use_rslora: got True; ViolinVisionTransformer needs False'),
-    ],
-    ids=str,
-)
-def test_a_folder_that_was_tampered_with_is_refused(change, message, tmp_path):
-    folder = adapters(tmp_path)
-    config = json.loads((folder / peft.CONFIG).read_text())
-    (folder / peft.CONFIG).write_text(json.dumps(config | change))
-    with pytest.raises(RuntimeError, match=message):
-        load_adapters(create('learned'), folder)
-
-
-@pytest.mark.parametrize('name', [peft.CONFIG, peft.WEIGHTS])
-def test_a_folder_without_a_file_is_refused(name, tmp_path):
-    folder = adapters(tmp_path)
-    (folder / name).unlink()
-    with pytest.raises(ConfigError, match=f'which has no {name}'):
-        load_adapters(create('learned'), folder)
-    shutil.rmtree(folder)
-    with pytest.raises(ConfigError, match=f'which has no {peft.CONFIG}'):
-        load_adapters(create('learned'), folder)
 
 
 # --- refusals

@@ -105,7 +105,6 @@ def add_adapters(model: nn.Module, adapter: Adapter) -> PeftModel:
     config = _config(model, adapter)
     layers = _linears(model)
     wrapped = peft.get_peft_model(model, config)
-    _freeze_originals(wrapped)
     _check_adapted(wrapped, layers, adapter)
     return wrapped
 
@@ -240,13 +239,6 @@ def _trained_in_full(model: nn.Module) -> list[str]:
     heads = [name for name in HEADS if any(True for _ in getattr(model, name, nn.Identity()).parameters())]
     has_masks = any(name.endswith('.attn.decay') for name, _ in model.named_modules())
     return (['decay'] if has_masks else []) + heads
-
-
-def _freeze_originals(model: PeftModel) -> None:
-    """Freeze the unused originals of what is trained in full: `bias='all'` would leave their biases trainable."""
-    for name, parameter in model.named_parameters():
-        if '.original_module.' in name:
-            parameter.requires_grad_(False)
 
 
 def _check_adapted(model: PeftModel, layers: Mapping[str, nn.Linear], adapter: Adapter) -> None:
