@@ -19,19 +19,19 @@ def counts(indices):
     return dict(sorted(Counter(LABELS[index] for index in indices).items()))
 
 
-@pytest.mark.parametrize('val', [0.0, 0.1, 0.2, 0.5, 0.99])
+@pytest.mark.parametrize('val_part', [0.0, 0.1, 0.2, 0.5, 0.99])
 @pytest.mark.parametrize('seed', [0, 1])
-@pytest.mark.parametrize(('per_class', 'total'), [(None, None), (1, None), (None, 5), (None, 33), (None, 80)])
-def test_every_class_trains_and_validates(per_class, total, seed, val):
-    train, validation = choose(LABELS, seed, per_class, total, val)
+@pytest.mark.parametrize(('shots', 'train_images'), [(None, None), (1, None), (None, 5), (None, 33), (None, 80)])
+def test_every_class_trains_and_validates(shots, train_images, seed, val_part):
+    train, validation = choose(LABELS, seed, shots, train_images, val_part)
     assert not set(train) & set(validation) and train == sorted(set(train)) and validation == sorted(set(validation))
-    assert len(train) + len(validation) == (per_class * 5 if per_class else total or 80)
+    assert len(train) + len(validation) == (shots * 5 if shots else train_images or 80)
     together = counts(train + validation)
     assert counts(train).keys() == SIZES.keys()
     for label, count in together.items():
         validating = counts(validation).get(label, 0)
-        assert count <= SIZES[label] and (validating >= 1 if val and count >= 2 else validating == 0)
-        assert validating in (0, 1, count - 1) or abs(validating - val * count) <= 0.5
+        assert count <= SIZES[label] and (validating >= 1 if val_part and count >= 2 else validating == 0)
+        assert validating in (0, 1, count - 1) or abs(validating - val_part * count) <= 0.5
 
 
 def test_a_total_is_shared_in_proportion():
@@ -57,13 +57,13 @@ def test_the_draw_is_the_seeds_and_of_indices():
 @pytest.mark.parametrize(
     ('values', 'message'),
     [
-        ((0, 3, None, 0.2), 'per_class: got 3; class 5 has 2 images'),
-        ((0, 0, None, 0.2), 'per_class: got 0; expected at least 1'),
-        ((0, None, 4, 0.2), 'total: got 4; expected 5, the number of classes, to 80, all images'),
-        ((0, None, 81, 0.2), 'total: got 81; expected 5, .* to 80'),
-        ((0, 1, 5, 0.2), 'per_class, total: got 1 and 5; expected one of the two'),
-        ((0, None, None, 1.0), 'val: got 1; expected a part from 0 to below 1'),
-        ((0, None, None, -0.1), r'val: got -0\.1'),
+        ((0, 3, None, 0.2), 'shots: got 3; class 5 has 2 images'),
+        ((0, 0, None, 0.2), 'shots: got 0; expected at least 1'),
+        ((0, None, 4, 0.2), 'train_images: got 4; expected 5, the number of classes, to 80, all images'),
+        ((0, None, 81, 0.2), 'train_images: got 81; expected 5, .* to 80'),
+        ((0, 1, 5, 0.2), 'shots, train_images: got 1 and 5; expected one of the two'),
+        ((0, None, None, 1.0), 'val_part: got 1; expected a part from 0 to below 1'),
+        ((0, None, None, -0.1), r'val_part: got -0\.1'),
     ],
 )
 def test_draws_that_cannot_be(values, message):

@@ -128,6 +128,17 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def labels(self) -> list[int]:
+        """The label of each image; images are read for them only where the data set does not list them."""
+        for owner in (self.dataset, getattr(self.dataset, 'reader', None)):
+            for name in ('targets', 'labels', 'samples'):  # torchvision's two names, timm's
+                listed = getattr(owner, name, None)
+                if listed is not None and len(listed) == len(self):
+                    found = [int(item[1] if name == 'samples' else item) for item in listed]
+                    return found if self._new is None else [self._new[label] for label in found]
+        log.info('reading all %d images for their labels, which this data set does not list', len(self))
+        return [int(self[index][1]) for index in range(len(self))]
+
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         for _ in range(RETRIES):
             try:

@@ -11,7 +11,6 @@ latter, the images that were not drawn to learn from are tested on. Leaves `runs
 from __future__ import annotations
 
 from argparse import Namespace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Hashable
 
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..data.datasets import EMBEDDED, create_dataset
 from ..data.few_shot import Subset, choose
+from ..data.images import Images
 from ..data.vtab import Task
 from ..engine.config import ConfigError, completed
 from ..engine.logging import log
@@ -27,7 +27,7 @@ from .finetune_build import channels_of
 from .protocol import Plan
 from .protocol_run import run_protocol
 
-__all__ = ['OwnSource', 'labels_of', 'prepare', 'run', 'test_split']
+__all__ = ['OwnSource', 'prepare', 'run', 'test_split']
 
 TEST_FOLDERS = ('test', 'val', 'valid', 'validation')
 
@@ -42,7 +42,7 @@ class OwnSource:
         """
         self.args = args
         self.train = _open(args, args.train_split, training=True)
-        self.labels = labels_of(self.train)
+        self.labels = self.train.labels() if isinstance(self.train, Images) else self.train.labels.tolist()
         names = getattr(self.train, 'classes', None)
         self.split = test_split(args)
         self.test = _open(args, self.split, classes=names) if self.split else None
@@ -85,19 +85,6 @@ def _open(args: Namespace, split: str, training: bool = False, classes: Any = No
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'):
         raise ConfigError(f'dataset: {args.dataset!r} is a stream; expected one whose images have numbers')
     return dataset
-
-
-@lru_cache(maxsize=4)
-def labels_of(dataset: Dataset) -> tuple[int, ...]:
-    """The label of each image, without reading the images where the data set lists them."""
-    inner = getattr(dataset, 'dataset', dataset)
-    for owner in (inner, getattr(inner, 'reader', None)):
-        for name in ('labels', 'targets', 'samples'):
-            listed = getattr(owner, name, None)
-            if listed is not None and len(listed) == len(dataset):
-                return tuple(int(item[1] if name == 'samples' else item) for item in listed)
-    log.info('reading all %d images for their labels, which this data set does not list', len(dataset))
-    return tuple(int(dataset[index][1]) for index in range(len(dataset)))
 
 
 def prepare(args: Namespace) -> tuple[Plan, OwnSource]:

@@ -12,6 +12,7 @@ from ..data.vtab import Task
 from ..engine.build import import_modules
 from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, as_yaml
+from ..engine.layer_decay import parameter_groups
 from ..engine.logging import log
 from ..engine.runs import finished
 from ..engine.stopping import Interrupted, TrainingError
@@ -113,7 +114,9 @@ def _look_at_data(plan: Plan, source: Source) -> None:
 def _look_at_models(plan: Plan, task: Task) -> None:
     """Build each arm once: what does not fit ends the command here, and the parameters are counted."""
     for arm in plan.arms:
-        model = build_model(plan.args, arm_settings(plan.args, arm)[0], task.classes, seed=0)
+        settings, mask_lr_scale = arm_settings(plan.args, arm)
+        model = build_model(plan.args, settings, task.classes, seed=0)
+        parameter_groups(model, plan.args.weight_decay, plan.args.layer_decay, mask_lr_scale)
         counts = count_parameters(model)
         parts = ', '.join(f'{counts[key]} {key}' for key in ('adapter', 'mask', 'head', 'other') if counts[key])
         log.info('%s: %d parameters, %d trained: %s', arm, counts['total'], counts['trainable'], parts)
