@@ -11,18 +11,21 @@ import yaml
 from PIL import Image
 
 from violin_timm.cli import COMMANDS
+from violin_timm.data.tensors import Tensors
 from violin_timm.engine import build
 from violin_timm.engine.config import ConfigError, parse, read_yaml
 from violin_timm.engine.distributed import World
 from violin_timm.engine.flags import FLAGS, TRAIN
 from violin_timm.engine.logging import Progress
 from violin_timm.engine.optim import create_optimizer, learning_rate
-from violin_timm.recipes import dino, supervised, tables
+from violin_timm.recipes import dino, protocol_flags, supervised, tables
+from violin_timm.recipes.finetune import Job, finetune
 from violin_timm.recipes.sweep_points import read_sweep
 
 ROOT = Path(__file__).resolve().parent.parent / 'configs'
 PATHS = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob('*.y*ml'))}
 COMMAND = {'imagenet': 'train', 'cifar': 'train', 'dino': 'dino', 'vtab': 'vtab', 'sweeps': 'sweep'}  # by folder
+TABLES = (TRAIN, tables.DINO, protocol_flags.VTAB)
 HERE = World(torch.device('cpu'))
 GAP_PARAMETERS = {'tiny': 5717356, 'small': 22050544, 'base': 86567416}  # as the paper's logs have them
 
@@ -38,7 +41,7 @@ def command_of(name):
 
 def table_of(name):
     command = command_of(name)
-    return TRAIN if command == 'train' else getattr(tables, command.upper())
+    return next(table for table in TABLES if table.command == f'violin {command}')
 
 
 def of(*commands):
@@ -158,13 +161,28 @@ def step_dino(name, images):
     return one_epoch(dino, parts, parts.task.trainable_module, len(parts.train))[0]
 
 
+def step_vtab(name, images):
+    args = settings_of(name, device='cpu', amp=False, epochs=3, batch_size=2, pretrained_path=None)
+    args.model = args.model or 'violin_deit_tiny'  # else the checkpoint's
+    args.model_kwargs.update(depth=1, class_token=True)
+    side = args.img_size or 224
+    split = Tensors(torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8), torch.tensor([0, 1]))
+    jobs = [Job('two', arm, 'final', args.lrs[0], 0) for arm in args.arms]
+    results = [finetune(args, job, 2, lambda *size: (split, split), HERE.device)[0] for job in jobs]
+    for job, result in zip(jobs, results):
+        assert (result['parameters']['mask'] > 0) == (args.arms[job.arm] != protocol_flags.ARMS['plain'])
+        assert (result['parameters']['adapter'] > 0) == bool(args.peft)
+    assert len({result['updates'] for result in results}) == 1
+    return results[0]['train_loss']
+
+
 def one_epoch(recipe, parts, module, updates):
     """The loss of an epoch, and the weights before it."""
     before = {key: value.clone() for key, value in module.state_dict().items()}
     return recipe.train_one_epoch(parts, Progress(HERE, parts.args.epochs, updates, 50, 0)), before
 
 
-STEPS = {'train': step_train, 'dino': step_dino}
+STEPS = {'train': step_train, 'dino': step_dino, 'vtab': step_vtab}
 
 
 @pytest.mark.parametrize('name', RUNS)
@@ -257,3 +275,27 @@ def test_the_second_stage_of_deit3_takes_everything_of_the_first(kind, tmp_path)
     assert model.pos_embed.shape[1] == 14 * 14 and trained.pos_embed.shape[1] == 12 * 12
     for key, value in trained.state_dict().items():
         assert key == 'pos_embed' or torch.equal(value, model.state_dict()[key]), key
+
+
+# VTAB ------------------------------------------------------------------------
+
+VTAB = [name for name in PATHS if name.startswith('vtab/')]
+
+
+@pytest.mark.parametrize('name', VTAB)
+def test_vtab_configs_are_the_protocol(name):
+    args = parse(['--config', str(PATHS[name])], protocol_flags.VTAB)
+    adapted = bool(args.peft)
+    # of the LoRA pipeline, whose rates are doubled at batch 32
+    rates = [5e-3, 2e-3, 1.5e-3, 1e-3, 5e-4] if adapted else [1e-3, 7.5e-4, 5e-4, 2.5e-4, 1e-4]
+    assert args.lrs == rates and args.final_seeds == [0, 1, 2, 3, 4]
+    assert (args.epochs, args.batch_size, args.layer_decay) == ((30, 32, 1.0) if adapted else (50, 64, 0.65))
+    assert args.arms == protocol_flags.ARMS and args.weight_decay == 0.05 and args.amp_dtype == 'bfloat16'
+    text = ' '.join(line.removeprefix('#').strip() for line in header(name))
+    assert 'Not run in full by us' in text and 'The paper' in text
+
+
+def test_vtab_configs_are_those_of_the_paper():
+    sizes = {'deit': ('tiny', 'small', 'base'), 'deit3': ('small', 'base', 'large', 'huge'), 'dino': ('small', 'base')}
+    expected = {f'vtab/{kind}_{size}.yaml' for kind, names in sizes.items() for size in names}
+    assert {*expected, 'vtab/deit_base_lora.yaml', 'vtab/deit_base_dora.yaml'} == set(VTAB)
