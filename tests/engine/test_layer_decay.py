@@ -83,6 +83,7 @@ def test_every_trainable_parameter_is_there_once_under_its_name(name):
     model = create(name)
     for parameter in [*model.blocks[1].mlp.parameters(), model.patch_embed.proj.weight]:
         parameter.requires_grad_(False)
+    model = distributed(model)  # names are the wrapper's
     parameters = dict(model.named_parameters())
     found = []
     for group in parameter_groups(model, 0.05, 0.65):
