@@ -11,7 +11,7 @@ import violin_timm  # noqa: F401  registers the models
 from violin_timm.data.tensors import Tensors
 from violin_timm.engine.config import ConfigError, settings
 from violin_timm.recipes.finetune import Job, finetune, rates
-from violin_timm.recipes.finetune_build import arm_settings, build_model, channels_of, model_of
+from violin_timm.recipes.finetune_build import arm_settings, build_model, channels_of, data_config, model_of
 from violin_timm.recipes.protocol_flags import ARMS, VTAB
 from violin_timm.recipes.protocol_models import MODEL, save_model
 
@@ -54,8 +54,11 @@ def images(count, seed=0):
 
 
 def run(args, arm='violin', lr=1e-3, seed=0):
-    job = Job('task', arm, 'final', lr, seed)
-    return finetune(args, job, 3, lambda size, interpolation: (images(20), images(9, 1)), CPU)
+    def open_splits(size, interpolation):
+        assert (size, interpolation) == ((16, 16), 'bicubic')
+        return images(20), images(9, 1)
+
+    return finetune(args, Job('task', arm, 'final', lr, seed), 3, open_splits, CPU)
 
 
 def built(args, arm, seed=0, classes=3):
@@ -143,6 +146,21 @@ def test_name_and_arguments_come_from_the_checkpoint_unless_given(violin_file):
         model_of(make())
     with pytest.raises(ConfigError, match=r'did you mean violin_deit_tiny'):
         model_of(make(model='violin_diet_tiny'))
+
+
+@pytest.mark.parametrize(
+    ('recorded', 'given', 'expected'),
+    [({}, {}, (3, 16, 16)), ({}, {'img_size': 32}, (3, 32, 32)), ({'in_chans': 1}, {}, (1, 16, 16))],
+)
+def test_images_have_the_size_that_the_model_is_built_with(tmp_path, recorded, given, expected):
+    path = save(tmp_path / 'last.pth.tar', {'mask': 'none', 'alpha': 'none', **recorded})
+    args = make(pretrained_path=path, **given)
+    model = built(args, 'violin')
+    config = data_config(args, model)
+    assert config['input_size'] == expected and len(config['mean']) == expected[0] == channels_of(args)
+    assert model(torch.zeros(1, *expected)).shape == (1, 3)
+    with pytest.raises(ConfigError, match=r'mean: got \[0.5, 0.5\]'):
+        data_config(make(pretrained_path=path, mean=[0.5, 0.5], **given), model)
 
 
 def test_the_rate_rises_by_equal_steps_and_falls_along_a_cosine():

@@ -30,7 +30,7 @@ from ..engine.layer_decay import parameter_groups
 from ..engine.optim import Stepper
 from ..evals.movement import movement, snapshot
 from ..peft import count_parameters
-from .finetune_build import arm_settings, build_model
+from .finetune_build import arm_settings, build_model, data_config
 
 __all__ = ['Job', 'finetune', 'rates']
 
@@ -79,7 +79,7 @@ def finetune(
     start, world = time.perf_counter(), World(device)
     model = build_model(args, settings, classes, job.seed)
     before, flags = snapshot(model), completed(args, drop=0.0, smoothing=0.0, clip_grad=None)
-    config = build.data_config(flags, model)
+    config = data_config(args, model)
     train, measured = open_splits(config['input_size'][-2:], config['interpolation'])
     model.to(device)
     task = build.create_task(flags, world, model, mixed=False, config=config)

@@ -21,7 +21,7 @@ from ..models.vit import ViolinMixin
 from ..peft import Adapter, add_adapters
 from ..settings import MaskSettings
 
-__all__ = ['arm_settings', 'build_model', 'channels_of', 'model_of', 'weights']
+__all__ = ['arm_settings', 'build_model', 'channels_of', 'data_config', 'model_of', 'weights']
 
 MASK_FIELDS = tuple(field.name for field in fields(MaskSettings))
 INITIALISATION = ('mask_init', 'beta_range', 'beta_std', 'alpha_mean', 'alpha_std')
@@ -92,6 +92,9 @@ def model_of(args: Namespace) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f'model: got {name!r}{nearest(plain, list_models(), "; see timm.list_models()")}')
     for dropped in ('num_classes', 'drop_path_rate', *(MASK_FIELDS if args.masks == 'fresh' else INITIALISATION)):
         kwargs.pop(dropped, None)
+    for flag in ('img_size', 'in_chans'):  # what is given stands over what is recorded
+        if getattr(args, flag):
+            kwargs.pop(flag, None)
     return name, {**kwargs, **args.model_kwargs}
 
 
@@ -100,6 +103,22 @@ def channels_of(args: Namespace) -> int:
     name, kwargs = model_of(args)
     config = get_pretrained_cfg(name, allow_unregistered=False) if parse_model_name(name)[0] is None else None
     return args.in_chans or kwargs.get('in_chans') or (config.input_size[0] if config else 3)
+
+
+def data_config(args: Namespace, model: nn.Module) -> dict[str, Any]:
+    """timm's data config for the model as it was built: of its own size and channels, which weights may have given it.
+
+    Raises:
+        ConfigError: There is not one mean and one deviation for each channel.
+    """
+    patches = model.patch_embed
+    channels = patches.proj.in_channels
+    for name in ('mean', 'std'):
+        given = getattr(args, name)
+        if given is not None and len(given) not in (1, channels):
+            raise ConfigError(f'{name}: got {given}; expected one number, or {channels}, the channels of the model')
+    shape = (channels, *patches.img_size)
+    return build.data_config(completed(args, img_size=None, in_chans=channels, input_size=shape), model)
 
 
 def _is_violin(name: str) -> bool:
