@@ -11,6 +11,13 @@ from violin_timm.data.shapes import OUTLINES, SHAPES, SPLITS, draw
 from violin_timm.engine.config import ConfigError
 
 GREY = (128, 128, 128)
+# The first labels, and the mean colour of the first picture, once for all: results are compared across versions.
+FIRST = {
+    'shapes_count': ([0, 4, 7, 6], (94.4, 93.3, 96.7)),
+    'shapes_distance': ([5, 1, 3, 4], (151.9, 197.6, 166.3)),
+    'shapes_location': ([11, 14, 0, 8], (147.6, 151.8, 146.4)),
+    'shapes_orientation': ([4, 3, 7, 2], (175.6, 177.3, 175.5)),
+}
 PARTS = ((480, 'train800'), (240, 'test'))
 
 
@@ -26,7 +33,7 @@ def arranged(name, scenes=40):
 
 
 def bright(things):
-    return [thing for thing in things if max(thing.colour) - min(thing.colour) > 100]
+    return [thing for thing in things if max(thing.colour) - min(thing.colour) > 64]
 
 
 def pixels(name, count, split='train800', seed=0, size=28):
@@ -49,6 +56,14 @@ def test_every_number_makes_another_picture(name):
     drawn = [draw(name, *rest, 28, split)[0].tobytes() for rest in ((0, 0), (0, 1), (1, 0)) for split in SPLITS]
     assert len(set(drawn)) == 9
     assert len({draw(name, 0, 0, 28, 'test')[0].tobytes() for name in SHAPES}) == len(SHAPES)
+
+
+@pytest.mark.parametrize('name', FIRST)
+def test_pictures_stay_what_they_were(name):
+    labels, colour = FIRST[name]
+    assert [draw(name, 0, index, 8, 'test')[1] for index in range(4)] == labels
+    mean = np.asarray(draw(name, 0, 0, 28, 'test')[0]).mean((0, 1))
+    assert abs(mean - colour).max() < 1  # a machine may round a corner otherwise
 
 
 @pytest.mark.parametrize('name', SHAPES)
@@ -83,7 +98,7 @@ def test_count():
         assert len(things) == label + 1
         areas.append((label, sum(thing.radius**2 for thing in things)))
         for one, other in ((a, b) for a in things for b in things if a is not b):
-            assert np.hypot(one.x - other.x, one.y - other.y) > 0.85 * (one.radius + other.radius)
+            assert np.hypot(one.x - other.x, one.y - other.y) > 1.2 * (one.radius + other.radius)
     assert abs(np.corrcoef(np.array(areas).T)[0, 1]) < 0.2
 
 

@@ -90,6 +90,7 @@ def test_links_are_files(folder):
         ('images/test/a.png 3', r"{file}, line 2: label: got '3'; expected a number in 0\.\.2"),
         ('images/test/a.png -1', r"{file}, line 2: label: got '-1'; expected"),
         ('images/test/a.png 1.0', r"{file}, line 2: label: got '1\.0'; expected"),
+        ('images/test/a.png \N{SUPERSCRIPT TWO}', r"{file}, line 2: label: got '.'; expected"),
         ('images/test/e.png 1', r'{file}, line 2: .*/tiny/images/test/e\.png is not there$'),
         ('images/none/a.png 1', r'{file}, line 2: .*/tiny/images/none/a\.png is not there$'),
         ('images/test 1', r'{file}, line 2: .*/tiny/images/test is not there$'),

@@ -147,33 +147,32 @@ def _pick(rng: RandomState, names: Sequence[str]) -> str:
 
 
 def _count(rng: RandomState, label: int, ground: Colour) -> list[Thing]:
-    """One to eight things, whose areas together do not depend on how many they are."""
+    """One to eight things apart from each other. Neither their areas together nor the colours say how many they are."""
     shares = rng.uniform(0.6, 1.4, label + 1)
     radii = np.sqrt(rng.uniform(0.08, 0.18) * shares / shares.sum() / np.pi)
-    things: list[Thing] = []
-    for (x, y), radius in zip(_scatter(rng, radii, overlap=0.1), radii):
-        near = [t.colour for t in things if np.hypot(x - t.x, y - t.y) < 1.5 * (radius + t.radius)]
-        colour = _colour(rng, [ground, *near], (0.4, 1), (0.3, 1))
-        things.append(Thing(_pick(rng, PLAIN), x, y, radius, colour, rng.uniform(0, 2 * np.pi)))
-    return things
+    colours = [_colour(rng, [ground]) for _ in range(2)]
+    return [
+        Thing(_pick(rng, PLAIN), x, y, radius, colours[rng.randint(2)], rng.uniform(0, 2 * np.pi))
+        for (x, y), radius in zip(_scatter(rng, radii, overlap=-0.25), radii)
+    ]
 
 
 def _pale(rng: RandomState, counts: tuple[int, int], ground: Colour, kept: Sequence[Thing]) -> list[Thing]:
     """Grey or nearly grey things to be told from those that are asked for."""
     radii = rng.uniform(0.04, 0.1, rng.randint(*counts))
     return [
-        Thing(_pick(rng, PLAIN), x, y, radius, _colour(rng, [ground], (0, 0.15)), rng.uniform(0, 2 * np.pi))
+        Thing(_pick(rng, PLAIN), x, y, radius, _colour(rng, [ground], (0, 0.2)), rng.uniform(0, 2 * np.pi))
         for (x, y), radius in zip(_scatter(rng, radii, kept), radii)
     ]
 
 
 def _distance(rng: RandomState, label: int, ground: Colour) -> list[Thing]:
     """How far a thing of a bright colour is from the other of that colour, one in the middle, in six equal steps."""
-    edges = np.linspace(0.16, 0.58, 7)
+    edges = np.linspace(0.15, 0.57, 7)
     length = rng.uniform(edges[label], edges[label + 1])
     while True:
         angle = rng.uniform(0, 2 * np.pi)
-        here = rng.uniform(0.35, 0.65, 2)
+        here = rng.uniform(0.42, 0.58, 2)
         there = here + length * np.array([np.cos(angle), np.sin(angle)])
         if there.min() > 0.06 and there.max() < 0.94:
             break
@@ -188,17 +187,17 @@ def _distance(rng: RandomState, label: int, ground: Colour) -> list[Thing]:
 def _location(rng: RandomState, label: int, ground: Colour) -> list[Thing]:
     """In which of 4x4 cells the centre of the one thing of a bright colour is."""
     row, column = divmod(label, 4)
-    x, y = 0.06 + 0.22 * (np.array([column, row]) + rng.uniform(0.08, 0.92, 2))
-    colour = _colour(rng, [ground], (0.8, 1), (0.7, 1))
-    thing = Thing(_pick(rng, PLAIN), x, y, rng.uniform(0.05, 0.1), colour, rng.uniform(0, 2 * np.pi))
-    return [*_pale(rng, (3, 8), ground, [thing]), thing]
+    x, y = 0.06 + 0.22 * (np.array([column, row]) + rng.uniform(0.03, 0.97, 2))
+    colour = _colour(rng, [ground], (0.55, 1), (0.55, 1))
+    thing = Thing(_pick(rng, PLAIN), x, y, rng.uniform(0.045, 0.09), colour, rng.uniform(0, 2 * np.pi))
+    return [*_pale(rng, (4, 9), ground, [thing]), thing]
 
 
 def _orientation(rng: RandomState, label: int, ground: Colour) -> list[Thing]:
     """Which of eight ways the one pointed thing points: right, then on by clockwise steps of 45 degrees."""
     angle = (label + rng.uniform(-0.45, 0.45)) * np.pi / 4
-    x, y = rng.uniform(0.28, 0.72, 2)
-    thing = Thing(_pick(rng, POINTED), x, y, rng.uniform(0.13, 0.19), _colour(rng, [ground]), angle)
+    x, y = rng.uniform(0.33, 0.67, 2)
+    thing = Thing(_pick(rng, POINTED), x, y, rng.uniform(0.12, 0.165), _colour(rng, [ground]), angle)
     radii = rng.uniform(0.03, 0.07, rng.randint(0, 5))
     discs = [
         Thing(_pick(rng, ('disc', 'hexagon')), x, y, radius, _colour(rng, [ground]))
