@@ -17,7 +17,6 @@ from violin_timm.engine.config import parse
 from violin_timm.engine.runs import finished, lock, unlock
 from violin_timm.recipes import vtab
 from violin_timm.recipes.finetune import Job
-from violin_timm.recipes.protocol import folder_of
 from violin_timm.recipes.protocol_flags import VTAB
 from violin_timm.recipes.vtab import prepare
 
@@ -82,7 +81,7 @@ def test_goes_on_where_it_was_stopped(argv):
     plan = plan_of(argv)
     before = written(plan)
     times = {folder: os.stat(Path(folder) / 'result.json').st_mtime_ns for folder in before}
-    gone, half = (folder_of(plan, Job('digits', arm, 'tune', 1e-3, 0)) for arm in ('plain', 'violin'))
+    gone, half = (plan.folder(Job('digits', arm, 'tune', 1e-3, 0)) for arm in ('plain', 'violin'))
     (gone / 'result.json').unlink()
     (half / 'result.json').write_text((half / 'result.json').read_text()[:200])
     assert not finished(half) and len(plan.results()) < 8
@@ -115,7 +114,7 @@ def test_a_killed_protocol_with_workers_equals_one_that_was_not(argv, tmp_path):
 
 def test_a_run_that_another_process_has_is_left_to_it(argv):
     plan = plan_of(argv)
-    folder = folder_of(plan, Job('digits', 'plain', 'tune', 1e-3, 0))
+    folder = plan.folder(Job('digits', 'plain', 'tune', 1e-3, 0))
     folder.mkdir(parents=True)
     _, held = lock(folder / '.lock')
     process = subprocess.Popen([sys.executable, '-m', 'violin_timm', 'vtab', *argv], stdout=subprocess.PIPE, text=True)

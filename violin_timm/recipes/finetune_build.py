@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from argparse import Namespace
 from dataclasses import fields
 from functools import lru_cache
@@ -21,7 +22,7 @@ from ..models.vit import ViolinMixin
 from ..peft import Adapter, add_adapters
 from ..settings import MaskSettings
 
-__all__ = ['arm_settings', 'build_model', 'channels_of', 'data_config', 'model_of', 'weights']
+__all__ = ['arm_settings', 'build_model', 'channels_of', 'data_config', 'digest', 'model_of', 'weights']
 
 MASK_FIELDS = tuple(field.name for field in fields(MaskSettings))
 INITIALISATION = ('mask_init', 'beta_range', 'beta_std', 'alpha_mean', 'alpha_std')
@@ -58,16 +59,35 @@ def arm_settings(args: Namespace, arm: str) -> tuple[dict[str, Any], float]:
 
 
 @lru_cache(maxsize=1)
+def _read(path: str) -> tuple[dict[str, Any], str]:
+    try:
+        checkpoint = read_checkpoint(path)
+    except ValueError as err:
+        raise ConfigError(f'pretrained_path: {err}') from err
+    # What optimizers and averages add is several times the model.
+    kept = {key: checkpoint[key] for key in ('arch', 'args') if key in checkpoint}
+    content = hashlib.sha256()
+    with open(path, 'rb') as file:
+        for part in iter(lambda: file.read(2**20), b''):
+            content.update(part)
+    return {'state_dict': unwrap(checkpoint), **kept}, content.hexdigest()
+
+
 def weights(path: str) -> dict[str, Any]:
     """Contents of a checkpoint file, kept for the next run of this process; not to be changed.
+
+    Returns:
+        `state_dict` of the backbone that is loaded, and `arch` and `args` where the file records them.
 
     Raises:
         ConfigError: There is none, or it is no checkpoint.
     """
-    try:
-        return read_checkpoint(path)
-    except ValueError as err:
-        raise ConfigError(f'pretrained_path: {err}') from err
+    return _read(path)[0]
+
+
+def digest(path: str) -> str:
+    """SHA-256 of the file that `weights` read."""
+    return _read(path)[1]
 
 
 def model_of(args: Namespace) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Hashable, Iterator, Protocol, Sequence
 
@@ -20,24 +20,17 @@ import numpy as np
 
 from ..data.vtab import Task
 from ..engine.checkpoints import write_text
-from ..engine.config import ConfigError, as_dict, nearest
+from ..engine.config import ConfigError, nearest
 from ..engine.files import write_atomically
-from ..engine.runs import RESULT, finished, read_json
+from ..engine.runs import RESULT, read_json
 from .finetune import Job
 from .finetune_build import arm_settings, model_of, weights
+from .protocol_identity import check_same, identity
 from .protocol_table import choose_lr
 
-__all__ = ['PREDICTIONS', 'Plan', 'Source', 'check', 'folder_of', 'record']
+__all__ = ['PREDICTIONS', 'Plan', 'Source', 'check', 'record']
 
 PREDICTIONS = 'predictions.npy'
-# Settings that leave a run's result what it is: those that say which runs there are, where they go, how many at a time.
-HARMLESS = frozenset(
-    """
-    data_dir tasks only arms baselines lrs tune_seeds final_seeds jobs threads dry_run table_only workers save_models
-    output experiment validation_batch_size device_modules model model_kwargs dataset_download beta_range alpha_std
-    mask_lr_scale
-    """.split()  # noqa: SIM905, quotes and commas are harder to read
-)
 
 
 class Source(Protocol):
@@ -59,11 +52,27 @@ class Plan:
     args: Namespace
     tasks: tuple[Task, ...]
     arms: tuple[str, ...]
+    _ended: dict[Path, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def root(self) -> Path:
         """Folder of the protocol."""
         return Path(self.args.output) / self.args.experiment
+
+    def folder(self, job: Job) -> Path:
+        """Folder of a run."""
+        name = f'{job.stage}-lr{job.lr:g}-seed{job.seed}'
+        return self.root / 'runs' / job.task / job.arm.replace(' ', '_') / name
+
+    def result(self, job: Job) -> dict[str, Any] | None:
+        """What a run has left, None while it has not ended. It is read once: a protocol has thousands."""
+        folder = self.folder(job)
+        if folder not in self._ended:
+            found = read_json(folder / RESULT) or {}
+            if 'model' not in found:
+                return None
+            self._ended[folder] = found
+        return self._ended[folder]
 
     def tuning(self, task: Task, arm: str) -> list[Job]:
         """Runs among which the rate is chosen; none where there is only one rate."""
@@ -79,7 +88,7 @@ class Plan:
         """The rate that is chosen for the final runs, once tuning is done."""
         if len(self.args.lrs) == 1:
             return self.args.lrs[0]
-        results = [read_json(folder_of(self, job) / RESULT) for job in self.tuning(task, arm)]
+        results = [self.result(job) for job in self.tuning(task, arm)]
         if not all(results):
             return None
         return choose_lr(results, self.args.lrs, self.args.tune_seeds)
@@ -101,30 +110,16 @@ class Plan:
 
     def results(self) -> list[dict[str, Any]]:
         """What has ended so far."""
-        found = (read_json(folder_of(self, job) / RESULT) for job in self.ready())
+        found = (self.result(job) for job in self.ready())
         return [result for result in found if result]
 
     def predictions(self, arm: str, task: str, seed: int) -> np.ndarray | None:
         """Classes that a final run predicted, `[N]`, or None while there is none."""
         known = next(known for known in self.tasks if known.name == task)
         lr = self.lr(known, arm)
-        path = folder_of(self, Job(task, arm, 'final', lr, seed)) / PREDICTIONS if lr is not None else None
-        return np.load(path) if path and path.exists() and finished(path.parent) else None
-
-
-def folder_of(plan: Plan, job: Job) -> Path:
-    """Folder of a run."""
-    name = f'{job.stage}-lr{job.lr:g}-seed{job.seed}'
-    return plan.root / 'runs' / job.task / job.arm.replace(' ', '_') / name
-
-
-def identity(args: Namespace, arm: str) -> dict[str, Any]:
-    """The settings that make the results of an arm what they are."""
-    settings, mask_lr_scale = arm_settings(args, arm)
-    name, kwargs = model_of(args)
-    values = {key: value for key, value in as_dict(args).items() if key not in HARMLESS}
-    values.update(model=name, model_kwargs=kwargs, masks_of_arm=settings, mask_lr_scale=mask_lr_scale)
-    return json.loads(json.dumps(values))
+        job = Job(task, arm, 'final', lr, seed)
+        path = self.folder(job) / PREDICTIONS if lr is not None else None
+        return np.load(path) if path and path.exists() and self.result(job) else None
 
 
 def check(plan: Plan) -> None:
@@ -149,26 +144,12 @@ def check(plan: Plan) -> None:
     if args.pretrained_path:
         weights(args.pretrained_path)
     model_of(args)
-    _check_same(plan)
-
-
-def _check_same(plan: Plan) -> None:
-    """Results are only ever compared with those of the same settings."""
-    for arm in plan.arms:
-        now = identity(plan.args, arm)
-        for job in plan.ready():
-            before = read_json(folder_of(plan, job) / RESULT) if job.arm == arm else None
-            for key, value in now.items() if before else ():
-                if before['settings'].get(key, value) != value:
-                    raise ConfigError(
-                        f'output: {folder_of(plan, job)} was run with {key}={before["settings"][key]!r}, and now it '
-                        f'is {value!r}; take another --experiment, or delete that folder'
-                    )
+    check_same(plan)
 
 
 def record(plan: Plan, job: Job, result: dict[str, Any], predictions: np.ndarray) -> None:
     """Leave a run's files, `result.json` as the last."""
-    folder = folder_of(plan, job)
+    folder = plan.folder(job)
     if job.stage == 'final':
         write_atomically(folder / PREDICTIONS, lambda file: np.save(file, predictions))
     full = {'model': model_of(plan.args)[0], **result, 'settings': identity(plan.args, job.arm)}

@@ -14,12 +14,11 @@ from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, as_yaml
 from ..engine.layer_decay import parameter_groups
 from ..engine.logging import log
-from ..engine.runs import finished
 from ..engine.stopping import Interrupted, TrainingError
 from ..evals.statistics import require_scipy
 from ..peft import count_parameters
 from .finetune_build import arm_settings, build_model
-from .protocol import Plan, Source, check, folder_of
+from .protocol import Plan, Source, check
 from .protocol_table import as_csv, markdown
 from .protocol_workers import run_all
 
@@ -124,6 +123,5 @@ def _look_at_models(plan: Plan, task: Task) -> None:
 
 def _show(plan: Plan) -> None:
     for job in plan.ready():
-        state = 'done' if finished(folder_of(plan, job)) else 'to do'
-        print(f'{folder_of(plan, job)}  {state}')
+        print(f'{plan.folder(job)}  {"done" if plan.result(job) else "to do"}')
     print(f'{plan.total()} runs, {len(plan.results())} done; final runs are listed once their rate is chosen')

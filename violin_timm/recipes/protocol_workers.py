@@ -9,7 +9,6 @@ import signal
 import time
 import traceback
 from argparse import Namespace
-from pathlib import Path
 from typing import Any, Callable, NoReturn
 
 import torch
@@ -20,9 +19,9 @@ from ..engine.build import import_modules
 from ..engine.checkpoints import write_text
 from ..engine.distributed import start
 from ..engine.logging import clock, log, setup
-from ..engine.runs import cores, finished, lock, unlock
+from ..engine.runs import cores, lock, unlock
 from .finetune import Job, finetune
-from .protocol import Plan, Source, folder_of, record
+from .protocol import Plan, Source, record
 from .protocol_models import save_model
 
 __all__ = ['jobs_of', 'run_all']
@@ -54,7 +53,7 @@ def run_all(args: Namespace, prepare: Prepare) -> int:
     """
     plan, _ = prepare(args)
     for job in plan.ready():
-        (folder_of(plan, job) / FAILURE).unlink(missing_ok=True)
+        (plan.folder(job) / FAILURE).unlink(missing_ok=True)
     progress, jobs = Progress(plan), jobs_of(args)
     threads = args.threads or max(1, cores() // jobs)
     if jobs == 1:
@@ -106,24 +105,28 @@ def _work(
     plan, source = prepare(args)
     images = Images(args, source)
     while parent is None or os.getppid() == parent:
-        waiting = [job for job in plan.ready() if _is_open(folder_of(plan, job))]
-        if not waiting:
-            return
-        if not any(_attempt(plan, job, images, device, tell) for job in waiting):
+        waiting = 0
+        for job in plan.ready():
+            waiting += _is_open(plan, job)
+            if _is_open(plan, job) and _attempt(plan, job, images, device, tell):
+                break
+        else:
+            if not waiting:
+                return
             time.sleep(POLL)  # other processes have them all
 
 
-def _is_open(folder: Path) -> bool:
+def _is_open(plan: Plan, job: Job) -> bool:
     """Whether a run is still to be tried."""
-    return not finished(folder) and not (folder / FAILURE).exists()
+    return not plan.result(job) and not (plan.folder(job) / FAILURE).exists()
 
 
 def _attempt(plan: Plan, job: Job, images: Images, device: torch.device, tell: Callable[[Job, str], None]) -> bool:
     """Do a run unless another process has it, or had it; whether it was done or failed here."""
-    folder = folder_of(plan, job)
+    folder = plan.folder(job)
     folder.mkdir(parents=True, exist_ok=True)
     free, held = lock(folder / '.lock')
-    if not free or not _is_open(folder):
+    if not free or not _is_open(plan, job):
         unlock(held)
         return False
     try:
