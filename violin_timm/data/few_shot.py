@@ -94,8 +94,7 @@ def _shares(there: Mapping[int, int], train_images: int) -> dict[int, int]:
     due = {label: train_images * count / images for label, count in there.items()}
     takes = {label: max(1, int(share)) for label, share in due.items()}
     while sum(takes.values()) < train_images:  # to those that the rounding took most from
-        open_ = [label for label in takes if takes[label] < there[label]]
-        takes[max(open_, key=lambda label: due[label] - takes[label])] += 1
+        takes[max(takes, key=lambda label: due[label] - takes[label])] += 1
     while sum(takes.values()) > train_images:  # from those that the least of one gave most to, if they can do without
         takes[max((label for label in takes if takes[label] > 1), key=lambda label: takes[label] - due[label])] -= 1
     return takes
