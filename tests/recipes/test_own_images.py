@@ -11,10 +11,14 @@ import torch
 from PIL import Image
 
 from violin_timm import cli
+from violin_timm.data.tensors import Streamed, load
 from violin_timm.engine.config import ConfigError, settings
-from violin_timm.recipes.own_images import prepare
+from violin_timm.recipes.finetune import UNREADABLE, Job, finetune
+from violin_timm.recipes.finetune_build import model_of
+from violin_timm.recipes.own_images import prepare, run
 from violin_timm.recipes.own_images import test_split as split_of
 from violin_timm.recipes.protocol_flags import FINETUNE
+from violin_timm.recipes.protocol_workers import Images as Kept
 
 SMALL = ('--model-kwargs', 'embed_dim=16', 'depth=1', 'num_heads=2', 'patch_size=4', '--img-size', '8')
 QUICK = ('--epochs', '1', '--batch-size', '4', '--lrs', '1e-3', '--final-seeds', '0', '1', '--device', 'cpu')
@@ -72,6 +76,38 @@ def test_the_draw_is_the_seeds_and_may_be_each_runs_own(folder):
     assert len({two.key(None, 'final', seed) for seed in range(5)}) == 5
 
 
+def test_a_draw_of_each_run_is_not_tuned_on_what_others_test(folder):
+    given = {'train_split': '.', 'shots': 3, 'draw_per_seed': True}
+    with pytest.raises(ConfigError, match=r'draw_per_seed.*lrs'):
+        source(folder / 'train', **given)
+    assert source(folder / 'train', **given, lrs=[1e-3]) and source(folder, shots=3, draw_per_seed=True)
+
+
+def test_an_image_that_cannot_be_read_is_left_out_and_none_takes_its_place(folder, caplog):
+    for path in ('train/a/1.png', 'test/c/0.png'):
+        (folder / path).write_bytes(b'no image')
+    own = source(folder)
+    job, images = Job('pets', 'plain', 'final', 1e-3, 0), Kept(own.args, own)
+    train, tested = images.get(own.tasks[0], job, (8, 8), 'bicubic')
+    assert train.labels.tolist().count(UNREADABLE) == tested.labels.tolist().count(UNREADABLE) == 1
+    args = settings(FINETUNE, **{**vars(own.args), 'device': 'cpu', 'epochs': 1, 'batch_size': 4, 'pretrained': False})
+    args.model_kwargs = {'embed_dim': 16, 'depth': 1, 'num_heads': 2, 'patch_size': 4, 'img_size': 8}
+    result, predictions, _ = finetune(args, job, 3, lambda *size: (train, tested), torch.device('cpu'))
+    assert result['images'] == {'train': 23, 'evaluated': 5} and len(predictions) == 5
+    assert any('left out' in line and '1.png' in line for line in caplog.messages)
+    streamed = Streamed(resized_for_testing(own), 0)
+    again, same, _ = finetune(args, job, 3, lambda *size: (train, streamed), torch.device('cpu'))
+    assert again['top1'] == result['top1'] and np.array_equal(same, predictions)
+    with pytest.raises(ConfigError, match=r'label 2.*2 classes'):
+        finetune(args, job, 2, lambda *size: (train, tested), torch.device('cpu'))
+
+
+def resized_for_testing(own):
+    """The test split at 8x8 pixels, as it is read where it is too large for memory."""
+    split = own.open(own.tasks[0], 'final', 0)[1]
+    return load(split, (8, 8), 'bicubic', limit=0).dataset
+
+
 def test_labels_are_those_of_the_images(folder):
     own = source(folder)
     assert own.labels == [0] * 6 + [1] * 8 + [2] * 10
@@ -122,6 +158,7 @@ def test_one_command_leaves_table_and_models(folder, tmp_path, capsys):
         ({'val_part': 1.0}, 'val_part'),
         ({'train_split': 'training_set'}, 'train_split'),
         ({'test_split': 'testing'}, 'test_split'),
+        ({'test_split': 'train'}, r'test_split.*learned from'),
         ({'dataset': 'cifer'}, 'cifer'),
     ],
 )
@@ -130,10 +167,31 @@ def test_a_draw_that_cannot_be_is_named(folder, values, message):
         drawn(folder, 'tune', **values)
 
 
+def test_one_class_is_no_task(folder):
+    (folder / 'one').mkdir()
+    (folder / 'train' / 'a').rename(folder / 'one' / 'a')
+    with pytest.raises(ConfigError, match='one class, a;'):
+        source(folder / 'one', train_split='.')
+
+
+def test_the_default_model_gives_way_to_the_one_that_weights_record(folder, tmp_path, monkeypatch):
+    recorded = {'model': 'violin_deit_tiny', 'model_kwargs': {'depth': 1}}
+    torch.save({'state_dict': {'cls_token': torch.zeros(1)}, 'args': recorded}, tmp_path / 'known.pth')
+    torch.save({'cls_token': torch.zeros(1)}, tmp_path / 'bare.pth')
+    monkeypatch.setattr('violin_timm.recipes.own_images.run_protocol', lambda args, prepare: model_of(args)[0])
+    for file, given, expected in (
+        ('known.pth', {}, 'violin_deit_tiny'),
+        ('bare.pth', {}, 'violin_deit_small.fb_in1k'),
+        ('known.pth', {'model': 'violin_deit_base'}, 'violin_deit_base'),
+    ):
+        assert run(settings(FINETUNE, data_dir=str(folder), pretrained_path=str(tmp_path / file), **given)) == expected
+
+
 def test_finds_a_folder_to_test_on(folder):
     args = settings(FINETUNE, data_dir=str(folder))
     assert split_of(args) == 'test'
     (folder / 'test').rename(folder / 'val')
     assert split_of(args) == 'val' and split_of(settings(FINETUNE, data_dir=str(folder), test_split='train')) == 'train'
     assert split_of(settings(FINETUNE, dataset='digits')) == ''
+    assert split_of(settings(FINETUNE, data_dir=str(folder), train_split='.')) == ''
     assert Path(folder / 'val').is_dir()

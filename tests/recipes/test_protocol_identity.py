@@ -47,8 +47,9 @@ def test_weights_are_what_is_in_the_file_not_its_name(tmp_path):
     weights_at(path, seed=1)
     with pytest.raises(ConfigError, match='was run with weights='):
         check(plan_of(tmp_path, pretrained_path=path))
-    with pytest.raises(ConfigError, match='was run with weights='):
-        check(plan_of(tmp_path, model='violin_pixel_nano'))
+    same = {'embed_dim': 16, 'depth': 1, 'num_heads': 2, 'class_token': False}
+    with pytest.raises(ConfigError, match='and now it is None'):
+        check(plan_of(tmp_path, model='violin_pixel_nano', model_kwargs=same))
 
 
 def test_what_weights_are_kept_for_runs_leaves_the_optimizer_out(tmp_path):

@@ -32,7 +32,9 @@ from ..evals.movement import movement, snapshot
 from ..peft import count_parameters
 from .finetune_build import arm_settings, build_model, data_config
 
-__all__ = ['Job', 'finetune', 'rates']
+__all__ = ['UNREADABLE', 'Job', 'finetune', 'rates']
+
+UNREADABLE = -1  # label of an image that is to be left out
 
 # Split `(train, evaluated)` of a run at a size in pixels and an interpolation.
 Open = Callable[[tuple[int, int], str], tuple[Tensors, 'Tensors | Streamed']]
@@ -81,6 +83,9 @@ def finetune(
     before, flags = snapshot(model), completed(args, drop=0.0, smoothing=0.0, clip_grad=None)
     config = data_config(args, model)
     train, measured = open_splits(config['input_size'][-2:], config['interpolation'])
+    train = _readable(train, classes)
+    if isinstance(measured, Tensors):  # before training; what is streamed is looked at when it is measured
+        measured = _readable(measured, classes)
     model.to(device)
     task = build.create_task(flags, world, model, mixed=False, config=config)
     optimizer = create_optimizer_v2(
@@ -102,7 +107,7 @@ def finetune(
         'train_loss': loss if math.isfinite(loss) else None,
         'diverged': diverged,
         'updates': updates,
-        'images': {'train': len(train), 'evaluated': len(measured)},
+        'images': {'train': len(train), 'evaluated': len(predictions)},
         'parameters': count_parameters(model),
         'movement': movement(model, before),
         'seconds': round(time.perf_counter() - start, 2),
@@ -146,6 +151,18 @@ def _train(
     return mean, update
 
 
+def _readable(split: Tensors, classes: int) -> Tensors:
+    """Without the images that could not be read.
+
+    Raises:
+        ConfigError: A label is none of the classes.
+    """
+    if len(split) and int(split.labels.max()) >= classes:
+        raise ConfigError(f'dataset: got the label {int(split.labels.max())}; the training split has {classes} classes')
+    keep = split.labels != UNREADABLE
+    return split if keep.all() else Tensors(split.images[keep], split.labels[keep])
+
+
 def rates(optimizer: torch.optim.Optimizer, updates: int, warmup_part: float) -> CosineLRScheduler:
     """timm's schedule: `step_update(u)` sets the rate of update `u`, counted from 1.
 
@@ -170,12 +187,15 @@ def _measure(
     """Top-1 in per cent and mean cross entropy, and the predicted classes `[N]`."""
     model.eval()
     predictions, correct, loss = [], 0, 0.0
-    for images, labels in split.batches(batch_size):
-        logits = model(normalise(images, config['mean'], config['std'], device)).float()
-        labels = labels.to(device)
+    for batch in split.batches(batch_size):
+        read = _readable(Tensors(*batch), model.num_classes)
+        if not len(read):
+            continue
+        logits = model(normalise(read.images, config['mean'], config['std'], device)).float()
+        labels = read.labels.to(device)
         loss += F.cross_entropy(logits, labels, reduction='sum').item()
         predicted = logits.argmax(1)
         correct += int((predicted == labels).sum())
         predictions.append(predicted.cpu())
-    total = len(split)
-    return {'top1': 100 * correct / total, 'loss': loss / total}, torch.cat(predictions).numpy().astype(np.int16)
+    found = torch.cat(predictions).numpy().astype(np.int16)
+    return {'top1': 100 * correct / len(found), 'loss': loss / len(found)}, found
