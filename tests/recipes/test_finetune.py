@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-import violin_timm  # noqa: F401  registers the models
+import violin_timm
 from violin_timm.data.tensors import Tensors
 from violin_timm.engine.config import ConfigError, settings
 from violin_timm.recipes.finetune import Job, finetune, rates
@@ -214,16 +214,65 @@ def test_masks_learn_at_their_own_rate(plain_file):
     assert faster[0] > 5 * usual[0] > 0 and frozen[0] == 0
 
 
-@pytest.mark.parametrize('peft', [{}, {'method': 'lora', 'rank': 2}, {'method': 'dora', 'rank': 2}])
-@pytest.mark.parametrize('arm', ['plain', 'violin'])
-def test_a_saved_model_predicts_the_same(plain_file, peft, arm, tmp_path):
-    args = make(pretrained_path=plain_file, peft=peft)
-    _, predictions, model = run(args, arm, lr=1e-2)
-    save_model(args, Job('task', arm, 'final', 1e-2, 0), model, tmp_path)
-    saved = torch.load(tmp_path / MODEL, weights_only=True)
-    kwargs = {**saved['args']['model_kwargs'], 'img_size': 16}
-    again = timm.create_model(saved['arch'], checkpoint_path=str(tmp_path / MODEL), **kwargs).eval()
+def rebuilt(path):
+    """The model of a file, by nothing but what the file says."""
+    saved = torch.load(path, weights_only=True)
+    if 'violin_settings' not in saved:
+        return timm.create_model(saved['arch'], checkpoint_path=str(path), **saved['args']['model_kwargs']).eval()
+    model = timm.create_model(saved['arch'], **saved['args']['model_kwargs'])
+    violin_timm.add_violin(model, **saved['violin_settings']).load_state_dict(saved['state_dict'])
+    return model.eval()
+
+
+ADDED = {'model': 'vit_tiny_patch16_224', 'model_kwargs': KWARGS, 'img_size': 16}
+LORA, DORA = ({'method': method, 'rank': 2} for method in ('lora', 'dora'))
+
+
+@pytest.mark.parametrize(
+    ('arm', 'given'),
+    [
+        *(('plain', {'peft': peft}) for peft in ({}, LORA, DORA)),
+        *(('violin', {'peft': peft}) for peft in ({}, LORA, DORA)),
+        ({'geometry': 'manhattan', 'alpha': 'none', 'mask_init': 'none', 'beta_std': 0.1}, {}),
+        ({'geometry': 'random', 'num_random': 3, 'strategy': 'add_v1'}, {}),
+        ({'geometry': 'raster', 'curve_weights': 'learned'}, {}),
+        *((arm, {'masks': 'carried'}) for arm in (*ARMS, {'strategy': 'mul_v2'})),
+        *((arm, ADDED) for arm in (*ARMS, {'curves': 'hilbert,snake'})),
+        ('violin', {**ADDED, 'peft': LORA}),
+    ],
+)
+def test_a_saved_model_predicts_the_same(plain_file, violin_file, arm, given, tmp_path):
+    arms, name = ({**ARMS, 'mine': arm}, 'mine') if isinstance(arm, dict) else (ARMS, arm)
+    path = {'carried': violin_file}.get(given.get('masks'), plain_file)
+    args = make(**{**({} if 'model' in given else {'pretrained_path': path}), 'arms': arms, **given})
+    _, predictions, model = run(args, name, lr=1e-2)
+    save_model(args, Job('task', name, 'final', 1e-2, 0), model, tmp_path)
     x = images(9, 1).images / 255
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    config = data_config(args, model)
+    mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ('mean', 'std'))
+    again = rebuilt(tmp_path / MODEL)
     assert np.array_equal(again((x - mean) / std).argmax(1).numpy(), predictions)
-    assert (tmp_path / 'adapter').exists() == bool(peft)
+    assert (tmp_path / 'adapter').exists() == bool(args.peft)
+
+
+@pytest.mark.parametrize('given', [{}, ADDED])
+def test_a_saved_model_may_be_tuned_further_with_its_masks(plain_file, given, tmp_path):
+    args = make(
+        **{**({} if given else {'pretrained_path': plain_file}), 'arms': {'mine': {'curves': 'peano,snake'}}, **given}
+    )
+    _, _, model = run(args, 'mine', lr=1e-2)
+    save_model(args, Job('task', 'mine', 'final', 1e-2, 0), model, tmp_path)
+    carried = make(
+        pretrained_path=str(tmp_path / MODEL), masks='carried', arms={**ARMS, 'other': {'curves': 'snake,peano'}}
+    )
+    again, state = built(carried, 'violin'), model.state_dict()
+    assert again.curve_names == 'peano,snake'
+    for key, value in again.state_dict().items():
+        assert key.startswith('head.') or torch.equal(value, state[key]), key
+    with pytest.raises(ConfigError, match=r'snake, peano for masks=.carried.*peano, snake'):
+        built(carried, 'other')
+
+
+def test_a_tag_is_no_other_model(violin_file):
+    args = make(pretrained_path=violin_file, model='violin_deit_tiny.fb_in1k', masks='carried')
+    assert model_of(args)[1]['curves'] == 'hilbert,snake' and built(args, 'violin').curve_names == 'hilbert,snake'

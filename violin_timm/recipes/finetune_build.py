@@ -22,9 +22,19 @@ from ..models.vit import ViolinMixin
 from ..peft import Adapter, add_adapters
 from ..settings import MaskSettings
 
-__all__ = ['arm_settings', 'build_model', 'channels_of', 'data_config', 'digest', 'model_of', 'weights']
+__all__ = [
+    'arm_settings',
+    'build_model',
+    'channels_of',
+    'data_config',
+    'digest',
+    'model_and_masks',
+    'model_of',
+    'weights',
+]
 
 MASK_FIELDS = tuple(field.name for field in fields(MaskSettings))
+GEOMETRY = ('geometry', 'curves', 'num_random', 'random_seed')
 INITIALISATION = ('mask_init', 'beta_range', 'beta_std', 'alpha_mean', 'alpha_std')
 
 
@@ -66,6 +76,8 @@ def _read(path: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(f'pretrained_path: {err}') from err
     # What optimizers and averages add is several times the model.
     kept = {key: checkpoint[key] for key in ('arch', 'args') if key in checkpoint}
+    if added := checkpoint.get('violin_settings'):  # of `add_violin`, in files of `protocol_models`
+        kept['args'] = {**kept['args'], 'model_kwargs': {**kept['args']['model_kwargs'], **added}}
     content = hashlib.sha256()
     with open(path, 'rb') as file:
         for part in iter(lambda: file.read(2**20), b''):
@@ -100,11 +112,11 @@ def model_of(args: Namespace) -> tuple[str, dict[str, Any]]:
     if args.pretrained_path:
         checkpoint = weights(args.pretrained_path)
         recorded, kwargs = saved_model(checkpoint)
-        if args.model and args.model != recorded:
+        if name and _bare(name) != _bare(recorded or ''):
             kwargs = {}
-        name = args.model or recorded
+        name = name or recorded
         if name and _is_violin(name):
-            kwargs.setdefault('class_token', infer_model_args(unwrap(checkpoint))['class_token'])
+            kwargs.setdefault('class_token', infer_model_args(checkpoint['state_dict'])['class_token'])
     if not name:
         raise ConfigError("model: got ''; expected a name of timm.list_models(), as the checkpoint records none")
     source, plain = parse_model_name(name)
@@ -116,6 +128,29 @@ def model_of(args: Namespace) -> tuple[str, dict[str, Any]]:
         if getattr(args, flag):
             kwargs.pop(flag, None)
     return name, {**kwargs, **args.model_kwargs}
+
+
+def _bare(name: str) -> str:
+    """A model's name without the tag of its weights."""
+    return split_model_name_tag(name)[0]
+
+
+def model_and_masks(args: Namespace, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Name of the model, its arguments but for those of the masks, and those: the arm's, over those of carried masks.
+
+    Whether there are masks at all is the arm's to say, and one without a mask has no use for curves; an arm of other
+    distances has no use for the recorded ones.
+    """
+    name, kwargs = model_of(args)
+    recorded = {key: kwargs.pop(key) for key in MASK_FIELDS if key in kwargs}
+    if settings.get('mask') == 'none':
+        recorded = {}
+    idle = {'mask', 'alpha'} & {key for key, value in recorded.items() if value == 'none'}
+    if settings.get('alpha') == 'none':
+        idle.add('alpha_on')
+    if {'geometry', 'curves'} & settings.keys():
+        idle.update(GEOMETRY)
+    return name, kwargs, {**{key: value for key, value in recorded.items() if key not in idle}, **settings}
 
 
 def channels_of(args: Namespace) -> int:
@@ -158,12 +193,7 @@ def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed
         ConfigError: The model, its settings and its weights do not fit together.
     """
     torch.manual_seed(seed)
-    name, kwargs = model_of(args)
-    recorded = {key: kwargs.pop(key) for key in MASK_FIELDS if key in kwargs}
-    # Carried masks have the settings of the weights; whether there are masks at all is the arm's to say, and one
-    # without a mask has no use for curves.
-    recorded = {key: value for key, value in recorded.items() if value != 'none'}
-    own = dict(settings) if settings.get('mask') == 'none' else {**recorded, **settings}
+    name, kwargs, own = model_and_masks(args, settings)
     from_timm = args.pretrained and not args.pretrained_path
     violin = _is_violin(name)
     flags = completed(

@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.files import write_atomically
 from ..peft import merge, save_adapters
 from .finetune import Job
-from .finetune_build import arm_settings, model_of
+from .finetune_build import INITIALISATION, arm_settings, model_and_masks
 
 __all__ = ['MODEL', 'save_model']
 
@@ -26,18 +26,19 @@ def save_model(args: Namespace, job: Job, model: nn.Module, folder: Path) -> Non
     `timm.create_model(arch, checkpoint_path=..., **args['model_kwargs'])` is the model. For one that `add_violin` made,
     `violin_settings` holds the arguments of that call.
     """
-    name, kwargs = model_of(args)
-    settings, _ = arm_settings(args, job.arm)
+    name, kwargs, own = model_and_masks(args, arm_settings(args, job.arm)[0])
     if args.peft:
         save_adapters(model, folder / 'adapter')
         model = merge(model)
     model = model.to('cpu')
     contents: dict[str, Any] = {'arch': name, 'state_dict': model.state_dict()}
     added = getattr(model, 'violin_settings', None)
-    own = {} if added is not None else {key: value for key, value in settings.items() if key != 'mask_init'}
+    if added is None:  # how masks were drawn is of no use to one who loads them
+        kwargs.update({key: value for key, value in own.items() if key not in INITIALISATION})
+    kwargs.update({key: getattr(args, key) for key in ('img_size', 'in_chans') if getattr(args, key)})
     contents['args'] = {
         'model': name,
-        'model_kwargs': {**kwargs, **own, 'num_classes': model.num_classes},
+        'model_kwargs': {**kwargs, 'num_classes': model.num_classes},
         'img_size': args.img_size,
         'in_chans': args.in_chans,
         'mean': args.mean,
