@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from violin_timm.data import shapes
 from violin_timm.data.shapes import OUTLINES, SHAPES, SPLITS, draw
@@ -72,6 +73,15 @@ def test_the_size_is_only_how_finely_it_is_drawn(name):
         (small, label), (large, same) = (draw(name, 0, index, size, 'test') for size in (32, 128))
         shrunk = np.asarray(large.resize((32, 32)), float)
         assert label == same and abs(shrunk - np.asarray(small)).mean() < 6
+
+
+def test_ground_and_grain_have_no_size():
+    apart = []
+    for seed in range(6):
+        small, large = (shapes._paint(np.random.RandomState(seed), [], GREY, size) for size in (28, 112))
+        shrunk = large.resize((28, 28), Image.Resampling.BOX)
+        apart.append(abs(np.asarray(shrunk, float) - np.asarray(small)).mean())
+    assert np.mean(apart) < 1.5  # twice as much if only the grain is another
 
 
 @pytest.mark.parametrize('name', SHAPES)
