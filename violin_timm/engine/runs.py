@@ -6,6 +6,7 @@ run it holds a lock on the folder, which the system takes back when the process 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -36,15 +37,21 @@ def finished(folder: Path) -> bool:
 
 
 def lock(path: Path) -> tuple[bool, int | None]:
-    """Whether the lock is ours, and its descriptor. A child that inherits it keeps the lock while it lives."""
+    """Whether the lock is ours, and its descriptor. A child that inherits it keeps the lock while it lives.
+
+    Raises:
+        OSError: The file system of `path` has no locks.
+    """
     if fcntl is None:
         return True, None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as err:
         os.close(descriptor)
-        return False, None
+        if err.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False, None
+        raise OSError(err.errno, f'{os.strerror(err.errno)}: no lock to be had on this file system', str(path)) from err
     return True, descriptor
 
 
