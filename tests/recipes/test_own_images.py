@@ -167,6 +167,25 @@ def test_a_draw_that_cannot_be_is_named(folder, values, message):
         drawn(folder, 'tune', **values)
 
 
+def test_one_rate_needs_no_held_out_images(folder, tmp_path, capsys):
+    argv = ['finetune', '--data-dir', str(folder), '--output', str(tmp_path), '--pretrained', 'off', *SMALL, *QUICK]
+    argv += [
+        '--model',
+        'violin_deit_tiny',
+        '--workers',
+        '0',
+        '--final-seeds',
+        '0',
+        '--only',
+        'plain',
+        '--val-part',
+        '0',
+    ]
+    assert cli.main([*argv, '--batch-size', '25']) == 2
+    assert '25, more than the 24' in capsys.readouterr().err
+    assert cli.main([*argv, '--save-models', 'off']) == 0
+
+
 def test_one_class_is_no_task(folder):
     (folder / 'one').mkdir()
     (folder / 'train' / 'a').rename(folder / 'one' / 'a')

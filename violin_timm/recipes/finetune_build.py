@@ -97,6 +97,11 @@ def weights(path: str) -> dict[str, Any]:
     return _read(path)[0]
 
 
+def forget_weights() -> None:
+    """Free the memory of what `weights` keeps."""
+    _read.cache_clear()
+
+
 def digest(path: str) -> str:
     """SHA-256 of the file that `weights` read."""
     return _read(path)[1]

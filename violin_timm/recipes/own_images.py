@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Hashable
+from typing import Any, Hashable, Iterator
 
 import numpy as np
 from PIL import Image
@@ -104,6 +104,12 @@ class OwnSource:
                 'with --shots or --train-images'
             )
         return self.subset(self.train, both), self.subset(self.train, rest)
+
+    def listed(self, split: Subset) -> Iterator[str]:
+        """Of files their paths, which hold the names of their classes; else their numbers."""
+        for index in split.indices:
+            path = split.dataset.path(index) if isinstance(split.dataset, Images) else str(index)
+            yield os.path.relpath(path, self.args.data_dir) if os.sep in path else path
 
 
 def test_split(args: Namespace) -> str:

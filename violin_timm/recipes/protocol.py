@@ -22,9 +22,11 @@ from ..data.vtab import Task
 from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, nearest
 from ..engine.files import write_atomically
+from ..engine.logging import log
 from ..engine.runs import RESULT, read_json
 from .finetune import Job
 from .finetune_build import arm_settings, model_of, weights
+from .protocol_flags import VTAB
 from .protocol_identity import check_same, identity
 from .protocol_table import choose_lr
 
@@ -44,6 +46,9 @@ class Source(Protocol):
     def key(self, task: Task, stage: str, seed: int) -> Hashable:
         """What the two depend on: runs with equal keys see the same images."""
 
+    def listed(self, split: Any) -> Iterator[str]:
+        """A line for each image of one of the two, the same wherever the folder of the data is."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,7 +67,7 @@ class Plan:
     def folder(self, job: Job) -> Path:
         """Folder of a run."""
         name = f'{job.stage}-lr{job.lr:g}-seed{job.seed}'
-        return self.root / 'runs' / job.task / job.arm.replace(' ', '_') / name
+        return self.root / 'runs' / job.task / _folder_of_arm(job.arm) / name
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """What a run has left, None while it has not ended. It is read once: a protocol has thousands."""
@@ -122,6 +127,10 @@ class Plan:
         return np.load(path) if path and path.exists() and self.result(job) else None
 
 
+def _folder_of_arm(arm: str) -> str:
+    return arm.replace(' ', '_')
+
+
 def check(plan: Plan) -> None:
     """Look at everything that can be seen before the first run: names, grids, weights, and what is in the folder.
 
@@ -133,16 +142,26 @@ def check(plan: Plan) -> None:
         if name not in args.arms:
             raise ConfigError(f'only: got {name!r}{nearest(name, args.arms)}')
         arm_settings(args, name)
+    for name in args.baselines:
+        if name not in (*args.arms, *VTAB.flags['baselines'].default):
+            raise ConfigError(f'baselines: got {name!r}{nearest(name, args.arms)}')
+    for name in args.arms:
         if not name or set(name) & set('/\\\0') or name.startswith('.'):
             raise ConfigError(f'arms: got the name {name!r}; it becomes the name of a folder')
     for name in ('lrs', 'tune_seeds', 'final_seeds', 'only', 'tasks'):
         values = getattr(args, name, [])
         if len(set(values)) < len(values):
             raise ConfigError(f'{name}: got {values}, in which one is there twice')
+    folders = {'arms': list(map(_folder_of_arm, args.arms)), 'lrs': [f'{lr:g}' for lr in args.lrs]}
+    for name, values in folders.items():
+        if len(set(values)) < len(values):
+            raise ConfigError(f'{name}: got {", ".join(map(str, getattr(args, name)))}; two would share a folder')
     if not 0 <= args.warmup_part < 1:
         raise ConfigError(f'warmup_part: got {args.warmup_part}; expected a part of the updates, below 1')
     if args.pretrained_path:
         weights(args.pretrained_path)
+    if not args.pretrained_path and not args.pretrained:
+        log.warning('pretrained_path: got nothing; %s starts from random weights', args.model)
     model_of(args)
     check_same(plan)
 

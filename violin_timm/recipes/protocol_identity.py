@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from ..engine.config import ConfigError, as_dict
 from .finetune_build import arm_settings, digest, model_of
 
 if TYPE_CHECKING:
-    from .protocol import Plan
+    from ..data.vtab import Task
+    from .protocol import Plan, Source
 
-__all__ = ['check_same', 'identity']
+__all__ = ['check_images', 'check_same', 'fingerprint', 'identity']
 
 # Settings that leave a run's result what it is: those that say which runs there are, where they go, how many at a time.
 HARMLESS = frozenset(
@@ -36,6 +38,37 @@ def identity(args: Namespace, arm: str) -> dict[str, Any]:
     values.update(model=name, model_kwargs=kwargs, masks_of_arm=settings, mask_lr_scale=mask_lr_scale)
     values['weights'] = digest(args.pretrained_path) if args.pretrained_path else None
     return json.loads(json.dumps(values))
+
+
+def fingerprint(source: Source, *splits: Any) -> str:
+    """What tells the images of splits, as `source.open` gives them, from others: a digest of their lists."""
+    content = hashlib.sha256()
+    for split in splits:
+        content.update('\n'.join([*source.listed(split), '']).encode(errors='surrogateescape'))
+    return content.hexdigest()[:16]
+
+
+def check_images(plan: Plan, task: Task, stage: str, seed: int, data: str) -> None:
+    """See that what is in the folder was run with the images of now.
+
+    Args:
+        plan: Of the protocol.
+        task: Which.
+        stage: `tune` or `final`.
+        seed: Of the runs.
+        data: `fingerprint` of their images.
+
+    Raises:
+        ConfigError: It was not.
+    """
+    for job in plan.ready():
+        if (job.task, job.stage, job.seed) == (task.name, stage, seed):
+            before = plan.result(job)
+            if before and before.get('data', data) != data:
+                raise ConfigError(
+                    f'data_dir: got {plan.args.data_dir!r}, whose images or labels are not those of '
+                    f'{plan.folder(job)}; take another --experiment, or delete that folder'
+                )
 
 
 def check_same(plan: Plan) -> None:

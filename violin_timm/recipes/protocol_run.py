@@ -19,8 +19,9 @@ from ..evals.statistics import require_scipy
 from ..peft import count_parameters
 from .finetune_build import arm_settings, build_model
 from .protocol import Plan, Source, check
+from .protocol_identity import check_images, fingerprint
 from .protocol_table import as_csv, markdown
-from .protocol_workers import run_all
+from .protocol_workers import device_of, run_all
 
 __all__ = ['run_protocol']
 
@@ -52,12 +53,13 @@ def run_protocol(args: Namespace, prepare: Callable[[Namespace], tuple[Plan, Sou
         return {'folder': plan.root, 'failed': 0}
     failed = 0
     if not args.table_only:
+        device_of(args)
         _look_at_data(plan, source)
         _look_at_models(plan, source.tasks[0])
         plan.root.mkdir(parents=True, exist_ok=True)
         write_text(plan.root / 'args.yaml', as_yaml(args))
         try:
-            failed = run_all(args, prepare)
+            failed = run_all(plan, source, prepare)
         except KeyboardInterrupt:
             raise Interrupted('interrupted; the same command goes on from here') from None
     page = write_table(plan)
@@ -101,10 +103,22 @@ def facts(args: Namespace) -> list[str]:
 
 
 def _look_at_data(plan: Plan, source: Source) -> None:
+    args = plan.args
+    stages = {'final': args.final_seeds} if len(args.lrs) == 1 else {'tune': args.tune_seeds, 'final': args.final_seeds}
     for task in plan.tasks:
-        for stage, seeds in (('tune', plan.args.tune_seeds), ('final', plan.args.final_seeds)):
-            for seed in {source.key(task, stage, seed): seed for seed in seeds}.values():
-                train, measured = source.open(task, stage, seed)
+        for stage, seeds in stages.items():
+            seen: dict[Any, str] = {}
+            for seed in seeds:
+                key = source.key(task, stage, seed)
+                if key not in seen:
+                    train, measured = source.open(task, stage, seed)
+                    seen[key] = fingerprint(source, train, measured)
+                    if len(train) < args.batch_size:
+                        raise ConfigError(
+                            f'batch_size: got {args.batch_size}, more than the {len(train)} images that {stage} runs '
+                            f'of {task.name} learn from'
+                        )
+                check_images(plan, task, stage, seed, seen[key])
         log.info(
             '%s: %d classes, %d images to learn from, %d to test on', task.name, task.classes, len(train), len(measured)
         )

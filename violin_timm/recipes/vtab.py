@@ -8,9 +8,10 @@ Leaves `runs/`, `table.md` and `table.csv` in its folder. The same command again
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Hashable
+from typing import Any, Hashable, Iterator
 
 from ..data import generated
 from ..data.images import image_mode
@@ -42,6 +43,10 @@ class VtabSource:
     def open(self, task: Task, stage: str, seed: int) -> tuple[Split, Split]:
         mode = image_mode(None, channels_of(self.args))
         return tuple(Split(Path(self.args.data_dir), task, split, mode) for split in LISTS[stage])
+
+    def listed(self, split: Split) -> Iterator[str]:
+        for path, label in zip(split.paths, split.labels):
+            yield f'{os.path.relpath(path, self.args.data_dir)} {label}'
 
 
 def prepare(args: Namespace) -> tuple[Plan, VtabSource]:
