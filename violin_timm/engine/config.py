@@ -132,8 +132,10 @@ def _pairs(flag: Flag, value: Any, where: str) -> dict:
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and '=' in v for v in value if v):
         _misfit(flag, value, where)
     result = {}
-    # an agent of wandb hands all pairs over as one text
-    pairs = [pair for item in value if item for pair in re.split(r'\s+(?=\w+=)', item.strip())]
+    pairs = []
+    for item in filter(None, value):  # an agent of wandb hands all pairs over as one text
+        parts = re.split(r'\s+(?=\w+=)', item.strip())
+        pairs += parts if all('=' in part for part in parts) else [item.strip()]  # a key may have a blank in it
     for key, text in (pair.split('=', 1) for pair in pairs):
         try:
             result[key] = ast.literal_eval(text)
