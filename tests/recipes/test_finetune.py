@@ -30,12 +30,12 @@ def violin_file(tmp_path_factory):
     return save(tmp_path_factory.mktemp('violin') / 'last.pth.tar', {'curves': 'hilbert,snake'})
 
 
-def save(path, masks):
+def save(path, masks, **more):
     torch.manual_seed(7)
     kwargs = {**KWARGS, **masks, 'class_token': True, 'img_size': 16}
     model = timm.create_model('violin_deit_tiny', num_classes=5, **kwargs)
     recorded = {'model': 'violin_deit_tiny', 'model_kwargs': {k: v for k, v in kwargs.items() if k != 'img_size'}}
-    recorded['img_size'] = 16
+    recorded |= {'img_size': 16, **more}
     torch.save({'state_dict': model.state_dict(), 'arch': 'violin_deit_tiny', 'args': recorded}, path)
     return str(path)
 
@@ -161,6 +161,35 @@ def test_images_have_the_size_that_the_model_is_built_with(tmp_path, recorded, g
     assert model(torch.zeros(1, *expected)).shape == (1, 3)
     with pytest.raises(ConfigError, match=r'mean: got \[0.5, 0.5\]'):
         data_config(make(pretrained_path=path, mean=[0.5, 0.5], **given), model)
+
+
+def test_images_are_normalised_as_the_weights_have_seen_them_unless_told(tmp_path):
+    path = save(tmp_path / 'last.pth.tar', {'mask': 'none', 'alpha': 'none'}, mean=[0.5, 0.4, 0.3], std=None)
+    for given, mean in (({}, (0.5, 0.4, 0.3)), ({'mean': [0.1, 0.2, 0.3]}, (0.1, 0.2, 0.3))):
+        args = make(pretrained_path=path, **given)
+        config = data_config(args, built(args, 'plain'))
+        assert tuple(config['mean']) == mean and tuple(config['std']) == (0.229, 0.224, 0.225)
+
+
+@pytest.mark.parametrize('name', ['violin_deit_tiny', 'deit_tiny_patch16_224'])
+def test_a_model_in_a_folder_is_known_by_its_config_and_its_masks_are_drawn_anew(tmp_path, name):
+    size = {'img_size': 16, 'in_chans': 1}
+    model = timm.create_model(name, num_classes=5, **size, **KWARGS)
+    timm.models.save_for_hf(model, tmp_path / name, model_args={**size, **KWARGS})
+    args = make(model=f'local-dir:{tmp_path / name}', pretrained=True)
+    again = built(args, 'violin')
+    assert channels_of(args) == 1 and again.blocks[0].attn.decay.beta.min() >= 15
+    assert torch.equal(again.blocks[1].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight)
+
+
+@pytest.mark.parametrize('name', ['local-dir:/nowhere', 'violin_deit_tiny.fb_in1k'])
+def test_weights_that_cannot_be_had_are_named(monkeypatch, name):
+    def refuse(*_, **__):
+        raise FileNotFoundError('no connection')
+
+    monkeypatch.setattr(timm.models._builder, 'load_state_dict_from_hf', refuse)
+    with pytest.raises(ConfigError, match=f'{name}.* cannot be had'):
+        built(make(model=name, pretrained=True), 'plain')
 
 
 def test_the_rate_rises_by_equal_steps_and_falls_along_a_cosine():

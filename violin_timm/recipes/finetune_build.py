@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Mapping
 
 import torch
-from timm.models import get_pretrained_cfg, is_model, list_models, parse_model_name, split_model_name_tag
+from timm.models import is_model, list_models, parse_model_name, resolve_model_input_args, split_model_name_tag
 from torch import nn
 
 from ..engine import build
@@ -161,8 +161,15 @@ def model_and_masks(args: Namespace, settings: Mapping[str, Any]) -> tuple[str, 
 def channels_of(args: Namespace) -> int:
     """Image channels of the model."""
     name, kwargs = model_of(args)
-    config = get_pretrained_cfg(name, allow_unregistered=False) if parse_model_name(name)[0] is None else None
-    return args.in_chans or kwargs.get('in_chans') or (config.input_size[0] if config else 3)
+    return args.in_chans or kwargs.get('in_chans') or _resolved(name)['pretrained_cfg']['input_size'][0]
+
+
+def _resolved(name: str) -> dict[str, Any]:
+    """What timm makes of a model's name: of one in a folder or on a hub, what its config says."""
+    try:
+        return resolve_model_input_args(name)
+    except (OSError, RuntimeError, ValueError) as err:
+        raise ConfigError(f'model: {name!r} cannot be had: {err}') from err
 
 
 def data_config(args: Namespace, model: nn.Module) -> dict[str, Any]:
@@ -177,12 +184,18 @@ def data_config(args: Namespace, model: nn.Module) -> dict[str, Any]:
         given = getattr(args, name)
         if given is not None and len(given) not in (1, channels):
             raise ConfigError(f'{name}: got {given}; expected one number, or {channels}, the channels of the model')
-    shape = (channels, *patches.img_size)
-    return build.data_config(completed(args, img_size=None, in_chans=channels, input_size=shape), model)
+    values = {'img_size': None, 'in_chans': channels, 'input_size': (channels, *patches.img_size)}
+    recorded = weights(args.pretrained_path).get('args') if args.pretrained_path else None
+    recorded = vars(recorded) if isinstance(recorded, Namespace) else recorded or {}
+    for name in ('mean', 'std'):  # as the weights have seen images
+        if getattr(args, name) is None and len(recorded.get(name) or ()) in (1, channels):
+            values[name] = recorded[name]
+    return build.data_config(completed(args, **values), model)
 
 
 def _is_violin(name: str) -> bool:
-    return parse_model_name(name)[1].startswith('violin')
+    source, plain = parse_model_name(name)
+    return (plain if source is None else _resolved(name)['model_name']).startswith('violin')
 
 
 def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
@@ -209,10 +222,12 @@ def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed
         num_classes=classes,
         model_kwargs={**kwargs, **own} if violin else kwargs,
     )
-    model = build.build_model(flags)
+    model = _created(flags)
     try:
         if not violin:
             add_violin(model, **own)
+        elif from_timm:  # a Violin of a hub's has masks of its own, which are not fresh
+            _draw_masks(model)
         if args.pretrained_path:
             load_backbone(model, weights(args.pretrained_path), args.masks)
         elif args.masks == 'carried':
@@ -222,8 +237,25 @@ def build_model(args: Namespace, settings: Mapping[str, Any], classes: int, seed
     assert isinstance(model, ViolinMixin)
     _fresh_classifier(model, args.head_std, seed)
     if args.peft:
-        model = add_adapters(model, Adapter.of(args.peft))
+        try:
+            model = add_adapters(model, Adapter.of(args.peft))
+        except ImportError as err:
+            raise ConfigError(f'peft: {err}') from err
     return model
+
+
+def _created(flags: Namespace) -> nn.Module:
+    """`build.build_model`, of weights that may have to be fetched first."""
+    try:
+        return build.build_model(flags)
+    except (OSError, RuntimeError) as err:
+        raise ConfigError(f'model: the weights of {flags.model!r} cannot be had: {err}') from err
+
+
+def _draw_masks(model: nn.Module) -> None:
+    for block in model.blocks:
+        if block.attn.decay is not None:
+            block.attn.decay.reset_parameters()
 
 
 def _fresh_classifier(model: nn.Module, std: float, seed: int) -> None:
