@@ -12,9 +12,9 @@ import violin_timm  # noqa: F401  registers the models
 from violin_timm.data import generated
 from violin_timm.engine.config import ConfigError, settings
 from violin_timm.recipes import finetune_build
-from violin_timm.recipes.protocol import check, record
+from violin_timm.recipes.protocol_check import check
 from violin_timm.recipes.protocol_flags import VTAB
-from violin_timm.recipes.protocol_identity import check_images, fingerprint
+from violin_timm.recipes.protocol_identity import check_images, fingerprint, record
 from violin_timm.recipes.protocol_workers import device_of, jobs_of
 from violin_timm.recipes.vtab import prepare
 

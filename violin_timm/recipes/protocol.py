@@ -10,7 +10,6 @@ anew. Several processes, on one machine or on many that share the folder, take r
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +18,11 @@ from typing import Any, Hashable, Iterator, Protocol, Sequence
 import numpy as np
 
 from ..data.vtab import Task
-from ..engine.checkpoints import write_text
-from ..engine.config import ConfigError, nearest
-from ..engine.files import write_atomically
-from ..engine.logging import log
 from ..engine.runs import RESULT, read_json
 from .finetune import Job
-from .finetune_build import arm_settings, model_of, weights
-from .protocol_flags import VTAB
-from .protocol_identity import check_same, identity
 from .protocol_table import choose_lr
 
-__all__ = ['PREDICTIONS', 'Plan', 'Source', 'check', 'record']
+__all__ = ['PREDICTIONS', 'Plan', 'Source', 'folder_of_arm']
 
 PREDICTIONS = 'predictions.npy'
 
@@ -67,7 +59,7 @@ class Plan:
     def folder(self, job: Job) -> Path:
         """Folder of a run."""
         name = f'{job.stage}-lr{job.lr:g}-seed{job.seed}'
-        return self.root / 'runs' / job.task / _folder_of_arm(job.arm) / name
+        return self.root / 'runs' / job.task / folder_of_arm(job.arm) / name
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """What a run has left, None while it has not ended. It is read once: a protocol has thousands."""
@@ -127,49 +119,6 @@ class Plan:
         return np.load(path) if path and path.exists() and self.result(job) else None
 
 
-def _folder_of_arm(arm: str) -> str:
+def folder_of_arm(arm: str) -> str:
+    """Name of the folder of an arm's runs."""
     return arm.replace(' ', '_')
-
-
-def check(plan: Plan) -> None:
-    """Look at everything that can be seen before the first run: names, grids, weights, and what is in the folder.
-
-    Raises:
-        ConfigError: It cannot be; or the folder has results of other settings.
-    """
-    args = plan.args
-    for name in plan.arms:
-        if name not in args.arms:
-            raise ConfigError(f'only: got {name!r}{nearest(name, args.arms)}')
-        arm_settings(args, name)
-    for name in args.baselines:
-        if name not in (*args.arms, *VTAB.flags['baselines'].default):
-            raise ConfigError(f'baselines: got {name!r}{nearest(name, args.arms)}')
-    for name in args.arms:
-        if not name or set(name) & set('/\\\0') or name.startswith('.'):
-            raise ConfigError(f'arms: got the name {name!r}; it becomes the name of a folder')
-    for name in ('lrs', 'tune_seeds', 'final_seeds', 'only', 'tasks'):
-        values = getattr(args, name, [])
-        if len(set(values)) < len(values):
-            raise ConfigError(f'{name}: got {values}, in which one is there twice')
-    folders = {'arms': list(map(_folder_of_arm, args.arms)), 'lrs': [f'{lr:g}' for lr in args.lrs]}
-    for name, values in folders.items():
-        if len(set(values)) < len(values):
-            raise ConfigError(f'{name}: got {", ".join(map(str, getattr(args, name)))}; two would share a folder')
-    if not 0 <= args.warmup_part < 1:
-        raise ConfigError(f'warmup_part: got {args.warmup_part}; expected a part of the updates, below 1')
-    if args.pretrained_path:
-        weights(args.pretrained_path)
-    if not args.pretrained_path and not args.pretrained:
-        log.warning('pretrained_path: got nothing; %s starts from random weights', args.model)
-    model_of(args)
-    check_same(plan)
-
-
-def record(plan: Plan, job: Job, result: dict[str, Any], predictions: np.ndarray) -> None:
-    """Leave a run's files, `result.json` as the last."""
-    folder = plan.folder(job)
-    if job.stage == 'final':
-        write_atomically(folder / PREDICTIONS, lambda file: np.save(file, predictions))
-    full = {'model': model_of(plan.args)[0], **result, 'settings': identity(plan.args, job.arm)}
-    write_text(folder / RESULT, json.dumps(full, indent=1) + '\n')

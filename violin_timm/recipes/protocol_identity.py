@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from ..data.vtab import Task
+from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, as_dict
+from ..engine.files import write_atomically
+from ..engine.runs import RESULT
+from .finetune import Job
 from .finetune_build import arm_settings, digest, model_of
+from .protocol import PREDICTIONS, Plan, Source
 
-if TYPE_CHECKING:
-    from ..data.vtab import Task
-    from .protocol import Plan, Source
-
-__all__ = ['check_images', 'check_same', 'fingerprint', 'identity']
+__all__ = ['check_images', 'check_same', 'fingerprint', 'identity', 'record']
 
 # Settings that leave a run's result what it is: those that say which runs there are, where they go, how many at a time.
 HARMLESS = frozenset(
@@ -87,3 +91,12 @@ def check_same(plan: Plan) -> None:
                         f'output: {plan.folder(job)} was run with {key}={before["settings"][key]!r}, and now it is '
                         f'{value!r}; take another --experiment, or delete that folder'
                     )
+
+
+def record(plan: Plan, job: Job, result: dict[str, Any], predictions: np.ndarray) -> None:
+    """Leave a run's files, `result.json` as the last."""
+    folder = plan.folder(job)
+    if job.stage == 'final':
+        write_atomically(folder / PREDICTIONS, lambda file: np.save(file, predictions))
+    full = {'model': model_of(plan.args)[0], **result, 'settings': identity(plan.args, job.arm)}
+    write_text(folder / RESULT, json.dumps(full, indent=1) + '\n')

@@ -8,18 +8,14 @@ from typing import Any, Callable
 
 import torch
 
-from ..data.vtab import Task
 from ..engine.build import import_modules
 from ..engine.checkpoints import write_text
 from ..engine.config import ConfigError, as_yaml
-from ..engine.layer_decay import parameter_groups
 from ..engine.logging import log
 from ..engine.stopping import Interrupted, TrainingError
 from ..evals.statistics import require_scipy
-from ..peft import count_parameters
-from .finetune_build import arm_settings, build_model
-from .protocol import Plan, Source, check
-from .protocol_identity import check_images, fingerprint
+from .protocol import Plan, Source
+from .protocol_check import check, look
 from .protocol_table import as_csv, markdown
 from .protocol_workers import device_of, run_all
 
@@ -54,8 +50,7 @@ def run_protocol(args: Namespace, prepare: Callable[[Namespace], tuple[Plan, Sou
     failed = 0
     if not args.table_only:
         device_of(args)
-        _look_at_data(plan, source)
-        _look_at_models(plan, source.tasks[0])
+        look(plan, source)
         plan.root.mkdir(parents=True, exist_ok=True)
         write_text(plan.root / 'args.yaml', as_yaml(args))
         try:
@@ -100,39 +95,6 @@ def facts(args: Namespace) -> list[str]:
         f'{args.epochs} epochs, batch {args.batch_size}, layer decay {args.layer_decay}, factor on the rate of masks '
         f'{args.mask_lr_scale:g}; torch {torch.__version__}.',
     ]
-
-
-def _look_at_data(plan: Plan, source: Source) -> None:
-    args = plan.args
-    stages = {'final': args.final_seeds} if len(args.lrs) == 1 else {'tune': args.tune_seeds, 'final': args.final_seeds}
-    for task in plan.tasks:
-        for stage, seeds in stages.items():
-            seen: dict[Any, str] = {}
-            for seed in seeds:
-                key = source.key(task, stage, seed)
-                if key not in seen:
-                    train, measured = source.open(task, stage, seed)
-                    seen[key] = fingerprint(source, train, measured)
-                    if len(train) < args.batch_size:
-                        raise ConfigError(
-                            f'batch_size: got {args.batch_size}, more than the {len(train)} images that {stage} runs '
-                            f'of {task.name} learn from'
-                        )
-                check_images(plan, task, stage, seed, seen[key])
-        log.info(
-            '%s: %d classes, %d images to learn from, %d to test on', task.name, task.classes, len(train), len(measured)
-        )
-
-
-def _look_at_models(plan: Plan, task: Task) -> None:
-    """Build each arm once: what does not fit ends the command here, and the parameters are counted."""
-    for arm in plan.arms:
-        settings, mask_lr_scale = arm_settings(plan.args, arm)
-        model = build_model(plan.args, settings, task.classes, seed=0)
-        parameter_groups(model, plan.args.weight_decay, plan.args.layer_decay, mask_lr_scale)
-        counts = count_parameters(model)
-        parts = ', '.join(f'{counts[key]} {key}' for key in ('adapter', 'mask', 'head', 'other') if counts[key])
-        log.info('%s: %d parameters, %d trained: %s', arm, counts['total'], counts['trainable'], parts)
 
 
 def _show(plan: Plan) -> None:

@@ -23,8 +23,8 @@ from ..engine.logging import clock, log, setup
 from ..engine.runs import cores, lock, unlock
 from .finetune import Job, finetune
 from .finetune_build import forget_weights
-from .protocol import Plan, Source, record
-from .protocol_identity import fingerprint
+from .protocol import Plan, Source
+from .protocol_identity import fingerprint, record
 from .protocol_models import save_model
 
 __all__ = ['device_of', 'jobs_of', 'run_all']
