@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm.layers import set_fused_attn, use_fused_attn
+
+from violin_timm import ViolinAttention
+from violin_timm.settings import MaskSettings
 
 torch.set_num_threads(1)  # the models are tiny
 
@@ -37,3 +41,39 @@ def close():
         assert error <= tolerance, f'{what}: relative error {error:.2e}'  # false for NaN, too
 
     return check
+
+
+@pytest.fixture(scope='session')
+def layer():
+    """One attention layer, in float64, of the same weights for one seed: ``layer(mask='fixed', gamma=0.9)``.
+
+    ``layer(Attention)`` is timm's own. Further keyword arguments are those of `MaskSettings`.
+    """
+
+    def _layer(cls=ViolinAttention, dim=12, num_heads=3, seed=1, dtype=torch.float64, layer_kwargs=(), **settings):
+        torch.manual_seed(seed)
+        kwargs = dict(qkv_bias=True, **dict(layer_kwargs))
+        if cls is ViolinAttention:
+            kwargs['settings'] = MaskSettings(**settings)
+        return cls(dim, num_heads, **kwargs).to(dtype)
+
+    return _layer
+
+
+@pytest.fixture(scope='session')
+def tokens():
+    """Input of `layer`, ``[batch, count, dim]``: the same numbers for the same shape."""
+
+    def _tokens(count, batch=2, dim=12, dtype=torch.float64):
+        return torch.randn(batch, count, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    return _tokens
+
+
+@pytest.fixture(params=[False, True], ids=['unfused', 'fused'])
+def fused(request):
+    """Each of the two, as timm's switch for layers that are then built."""
+    before = use_fused_attn(), use_fused_attn(experimental=True)
+    set_fused_attn(request.param)
+    yield request.param
+    set_fused_attn(*before)
