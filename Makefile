@@ -41,8 +41,8 @@ $(PRETRAINED): | $(STAMP)
 vtab-mini: $(STAMP) $(PRETRAINED)  ## VTAB-1K's protocol in small, on a plain ViT pretrained here (under 25 minutes)
 	$(BIN)/violin vtab --config configs/quick/vtab_mini.yaml $(ARGS)
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-timm: $(STAMP)  ## run timm's own model tests on the small variants
 	$(BIN)/python scripts/test_timm.py --models small $(ARGS)
