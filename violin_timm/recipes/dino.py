@@ -8,17 +8,17 @@ is the result: `timm.create_model(model, checkpoint_path='last.pth.tar', num_cla
 
 As facebookresearch/dino does it, but: position embedding, tokens and all else that the model's `no_weight_decay` names
 take no weight decay; the draws of an image depend on seed, epoch and its index, so that neither `--resume auto` nor the
-number of processes changes a run (drop-path apart, whose draws are each process's own).
+number of processes changes a run (drop-path apart, whose draws are each process's own: of seed, epoch, rank and batch).
+SIGTERM costs nothing, as in `violin train`: the run saves within the epoch and ends with exit status 143.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,19 @@ from timm.utils import random_seed, update_summary
 from ..data.datasets import Batches
 from ..data.multicrop import CropBatches
 from ..engine import build, distributed
-from ..engine.checkpoints import LAST, Saver, find_resume, open_folder, resume, trim, write_text
+from ..engine.checkpoints import Saver, find_resume, open_folder, resume, trim, write_text
 from ..engine.config import as_yaml
 from ..engine.distributed import World
-from ..engine.evaluation import shown
-from ..engine.logging import Progress, create_tracker, log
-from ..evals.features import Features, Pixels, split_batches
-from ..evals.probe import probe
+from ..engine.logging import Progress, Tracker, create_tracker, log
+from ..engine.stopping import Interrupted, Terminate, TrainingError
+from ..evals.features import Features, split_batches
 from .dino_build import Schedules, build_network, build_optimizer, check, crop_batches
-from .dino_loss import DinoLoss, collapse_warnings, entropies, spread
+from .dino_loss import DinoLoss, entropies, spread
 from .dino_parts import DinoStepper, DinoTask
-from .supervised import TrainingError
+from .dino_result import WATCHED, evaluate, find_baselines, finish, last_watched, say
+from .interruption import broken, find_position, interrupt, interrupt_after_epoch, saving
 
-__all__ = ['TrainingError', 'run']
+__all__ = ['Interrupted', 'TrainingError', 'run']
 
 
 @dataclass
@@ -58,7 +58,12 @@ class Run:
     schedules: Schedules
     folder: Path | None = None  # of the primary process alone, as the saver is
     saver: Saver | None = None
+    tracker: Tracker = field(default_factory=Tracker)
+    terminate: Terminate = field(default_factory=Terminate)
     epoch: int = 0
+    batches: int = 0  # of the epoch at which the run goes on, those done before
+    losses: tuple[float, int] = (0.0, 0)  # their sum, and the number of their images
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(WATCHED))  # of what was watched in them
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     watched: dict[str, float] = field(default_factory=dict)  # of the last epoch
     baselines: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -80,16 +85,15 @@ def run(args: Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: A setting that cannot be; nothing was written.
-        TrainingError: The loss is no number any more.
+        TrainingError: The loss is no number any more, or the disk is full.
+        Interrupted: SIGTERM came, and the run is saved.
     """
     check(args)
     find_resume(args)
     build.import_modules(args)
     world = distributed.start(args.device)
     try:
-        parts = prepare(args, world)
-        fit(parts)
-        return finish(parts)
+        return fit(prepare(args, world))
     finally:
         distributed.stop(world)
 
@@ -126,29 +130,40 @@ def prepare(args: Namespace, world: World) -> Run:
     )
 
 
-def fit(parts: Run) -> None:
-    """All epochs from the first, or from the checkpoint, to the last."""
-    args = parts.args
-    start = _open(parts)
-    _baselines(parts, start)
-    tracker = create_tracker(args, parts.folder.name, parts.folder) if parts.folder else None
-    progress = Progress(parts.world, parts.last, len(parts.train), args.log_interval, start)
-    began, before = time.perf_counter(), parts.saver.seconds if parts.saver else 0.0
+def fit(parts: Run) -> dict[str, Any]:
+    """Train, measure, and tell the tracker how it went.
 
-    for epoch in range(start, parts.last):
-        parts.epoch = epoch
+    Returns:
+        As `run`.
+    """
+    result = None
+    start, fresh = _open(parts)
+    find_baselines(parts, fresh)
+    if parts.folder:
+        parts.tracker = create_tracker(parts.args, parts.folder.name, parts.folder)
+    try:
+        with parts.terminate:
+            train_all(parts, start)
+        result = finish(parts)
+        return result
+    finally:
+        parts.tracker.finish({k: v for k, v in (result or {}).items() if k != 'folder'}, failed=result is None)
+
+
+def train_all(parts: Run, start: int) -> None:
+    """All epochs from the first, or from the checkpoint, to the last."""
+    args, last = parts.args, parts.last
+    progress = Progress(parts.world, last, len(parts.train), args.log_interval, start)
+    for parts.epoch in range(start, last):
         loss = train_one_epoch(parts, progress)
         done = parts.epoch + 1
         parts.metrics = {}
-        if done % args.eval_interval == 0 or done == parts.last:
+        if done % args.eval_interval == 0 or done == last:
             parts.metrics = evaluate(parts, Features(parts.task.teacher.backbone))
         if parts.saver:
-            _say(parts, loss)
-            parts.saver.seconds = before + time.perf_counter() - began
+            say(parts, loss)
             _record(parts, loss)
-            tracker.log(parts.epoch, loss, {**parts.watched, **parts.metrics}, parts.stepper.mean_rate())
-    if tracker:
-        tracker.finish()
+        interrupt_after_epoch(parts)
 
 
 def train_one_epoch(parts: Run, progress: Progress) -> float:
@@ -159,91 +174,65 @@ def train_one_epoch(parts: Run, progress: Progress) -> float:
 
     Raises:
         TrainingError: The loss is not finite; the weights are still those before that batch.
+        Interrupted: SIGTERM came.
     """
     args, task, schedules, stepper = parts.args, parts.task, parts.schedules, parts.stepper
     distributed.seed_epoch(args.seed, parts.epoch, parts.world.rank)
     parts.train.set_epoch(parts.epoch)
     task.trainable_module.train()
     frozen = list(task.student.head.last_layer.parameters()) if parts.epoch < args.freeze_last_layer else []
-    watched = torch.zeros(3, device=parts.world.device)
-    progress.begin(parts.epoch)
+    progress.begin(parts.epoch, done := parts.batches, parts.losses)
+    watched = torch.tensor(parts.sums, device=parts.world.device)
+    parts.batches, parts.losses, parts.sums = 0, (0.0, 0), [0.0] * len(WATCHED)
 
-    for batch, views in enumerate(parts.train):
+    for batch, views in enumerate(islice(parts.train, done, None), done):
         progress.data_came()
+        distributed.seed_batch(args.seed, parts.epoch, parts.world.rank, batch)  # of drop-path's draws
         update = parts.epoch * len(parts.train) + batch
         schedules.apply(update)
         with stepper.autocast():
             result = task(views, schedules.teacher_temp[parts.epoch])
         value = result['loss'].item()
-        if not math.isfinite(value):
-            raise TrainingError(_broken(parts, value, update))
+        bad, stop = distributed.any_of([not math.isfinite(value), parts.terminate.received], parts.world)
+        if bad:
+            raise TrainingError(broken(parts, f'loss is {value}', f'update {update + 1}'))
         stepper.step(result['loss'], frozen)
         task.follow(schedules.momentum[update])
         watched += torch.cat([entropies(result['targets']), spread(result['features'])[None]])
         progress.step(value, len(views[0]), stepper.mean_rate(), True)
+        if stop:
+            interrupt(parts, batch + 1, progress, watched=watched.tolist())
 
-    names = ('entropy', 'batch_entropy', 'spread')
     means = [distributed.mean(total / len(parts.train), parts.world) for total in watched.tolist()]
-    parts.watched = dict(zip(names, means))
+    parts.watched = dict(zip(WATCHED, means))
     return distributed.mean(progress.loss.avg, parts.world)
 
 
-def evaluate(parts: Run, features: torch.nn.Module) -> dict[str, float]:
-    """Accuracies of the evaluators on the held-out split; empty without one."""
-    if parts.held_out is None:
-        return {}
-    args = parts.args
-    return probe(
-        features.eval(), *parts.held_out, parts.world, args.evaluators, args.k, args.temperature, parts.stepper.autocast
-    )
-
-
-def _open(parts: Run) -> int:
+def _open(parts: Run) -> tuple[int, bool]:
     """Restore the checkpoint to continue from, if any, and open the run's folder.
 
     Returns:
-        The first epoch to train.
+        The first epoch to train, and whether the run is a fresh one.
     """
     args = parts.args
     path, checkpoint, start = resume(args, parts.world, parts.task, parts.stepper, parts.schedules)
-    parts.epoch = start - 1
+    parts.epoch = min(start, parts.last - 1)
+    if position := find_position(parts, checkpoint, start):
+        parts.sums = position['watched'][parts.world.rank]
     if not parts.world.primary:
-        return start
+        return start, not path
     side = parts.data_config['input_size'][-1]
     name = '-'.join([datetime.now().strftime('%Y%m%d-%H%M%S'), safe_model_name(args.model), str(side)])
-    parts.folder, in_place = open_folder(args, name, path)
-    # Of two checkpoints the later is the better: DINO's loss says little, and labels are not to choose.
-    parts.saver = Saver(args, parts.folder, parts.task, parts.stepper, parts.schedules, decreasing=False)
-    if in_place:
-        parts.saver.continue_history(checkpoint)
-    trim(parts.folder / 'summary.csv', start)
-    write_text(parts.folder / 'args.yaml', as_yaml(args))
-    return start
-
-
-def _baselines(parts: Run, start: int) -> None:
-    """Evaluate what training must beat, as it begins: the untrained network, and raw pixels."""
-    if start == 0:
-        kinds = {'untrained': Features(parts.task.teacher.backbone), 'pixels': Pixels(parts.data_config)}
-        parts.baselines = {kind: evaluate(parts, features) for kind, features in kinds.items()}
-    if not parts.folder:
-        return
-    path = parts.folder / 'baselines.json'
-    if start == 0:
-        write_text(path, json.dumps(parts.baselines, indent=2) + '\n')
-    elif path.exists():
-        parts.baselines = json.loads(path.read_text())
-    for kind, metrics in parts.baselines.items():
-        if metrics:
-            log.info('%s  %s', kind, shown(metrics))
-
-
-def _say(parts: Run, loss: float) -> None:
-    """The epoch in a line, and a warning for whatever looks like collapse."""
-    watched = '  '.join(f'{name} {value:.3f}' for name, value in parts.watched.items())
-    log.info('epoch %d  loss %.4f  %s  %s', parts.epoch + 1, loss, watched, shown(parts.metrics))
-    for warning in collapse_warnings(*parts.watched.values(), parts.args.out_dim):
-        log.warning('collapse? %s', warning)
+    with saving(parts, 'at the start'):
+        parts.folder, in_place = open_folder(args, name, path)
+        # Of two checkpoints the later is the better: DINO's loss says little, and labels are not to choose.
+        parts.saver = Saver(args, parts.folder, parts.task, parts.stepper, parts.schedules, decreasing=False)
+        if in_place:
+            parts.saver.continue_history(checkpoint)
+        trim(parts.folder / 'summary.csv', start)
+        write_text(parts.folder / 'args.yaml', as_yaml(args))
+    parts.watched = last_watched(parts.folder / 'summary.csv')
+    return start, not path
 
 
 def _record(parts: Run, loss: float) -> None:
@@ -251,34 +240,11 @@ def _record(parts: Run, loss: float) -> None:
     args, done = parts.args, parts.epoch + 1
     names = list(next(iter(parts.baselines.values()), parts.metrics))  # every row has all columns
     evaluated = {name: parts.metrics.get(name, '') for name in names}
-    rate = parts.stepper.mean_rate()
-    update_summary(parts.epoch, {'loss': loss, **parts.watched}, evaluated, str(parts.folder / 'summary.csv'), lr=rate)
-    parts.saver.save_checkpoint(parts.epoch, float(done))
-    if done in (args.save_epochs or ()):
-        parts.saver.save_milestone(done)
-
-
-def finish(parts: Run) -> dict[str, Any]:
-    """Write `result.json`: the teacher's accuracies after the last epoch, and the baselines."""
-    args, folder = parts.args, parts.folder
-    result = {
-        'model': args.model,
-        'dataset': args.dataset,
-        'seed': args.seed,
-        'epochs': parts.last,
-        'parameters': sum(parameter.numel() for parameter in parts.task.student.backbone.parameters()),
-        'teacher': parts.metrics or evaluate(parts, Features(parts.task.teacher.backbone)),
-        **parts.baselines,
-        'watched': parts.watched,
-    }
-    if folder:
-        result['seconds'] = round(parts.saver.seconds, 1)
-        write_text(folder / 'result.json', json.dumps(result, indent=2) + '\n')
-        log.info('written to %s', folder)
-    return {**result, 'folder': folder}
-
-
-def _broken(parts: Run, loss: float, update: int) -> str:
-    last = parts.folder / LAST if parts.folder else None
-    good = last if last and last.exists() else 'none'
-    return f'loss is {loss} in epoch {parts.epoch + 1}, update {update + 1}; stopped. Last good checkpoint: {good}'
+    rate, watched = parts.stepper.mean_rate(), parts.watched
+    parts.saver.count_time()
+    with saving(parts, 'after the epoch'):
+        update_summary(parts.epoch, {'loss': loss, **watched}, evaluated, str(parts.folder / 'summary.csv'), lr=rate)
+        parts.tracker.log(parts.epoch, loss, {**watched, **parts.metrics}, rate)
+        parts.saver.save_checkpoint(parts.epoch, float(done))
+        if done in (args.save_epochs or ()):
+            parts.saver.save_milestone(done)

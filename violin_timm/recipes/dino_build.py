@@ -16,6 +16,7 @@ from ..engine.config import ConfigError, completed
 from ..engine.distributed import World
 from ..engine.logging import log
 from ..engine.optim import create_optimizer, learning_rate
+from ..engine.stopping import leave_to_parent
 from .dino_loss import cosine_schedule, temperature_schedule
 from .dino_parts import CropNetwork, DinoHead
 
@@ -105,7 +106,9 @@ def crop_batches(args: Namespace, config: dict, backbone: nn.Module, world: Worl
     )
     dataset = create_dataset(completed(args), args.train_split, config['input_size'][0])
     views = MultiCrop(dataset, crops, colour, args.seed)
-    return CropBatches(views, args.batch_size, config['mean'], config['std'], world, args.workers, args.pin_mem)
+    batches = CropBatches(views, args.batch_size, config['mean'], config['std'], world, args.workers, args.pin_mem)
+    batches.loader.worker_init_fn = leave_to_parent
+    return batches
 
 
 def describe_crops(args: Namespace, image_size: tuple[int, int]) -> list[Crop]:

@@ -35,8 +35,8 @@ from ..engine.evaluation import evaluate, shown
 from ..engine.logging import Progress, Tracker, create_tracker, log
 from ..engine.optim import Schedule, Stepper, accumulation, create_optimizer, learning_rate
 from ..engine.stopping import Interrupted, Terminate, TrainingError
-from .supervised_position import find_position, interrupt
-from .supervised_result import broken, count_parameters, finish, ranking, test_metrics
+from .interruption import broken, find_position, interrupt, interrupt_after_epoch, saving
+from .supervised_result import count_parameters, finish, ranking, test_metrics
 
 __all__ = ['Interrupted', 'TrainingError', 'run']
 
@@ -178,8 +178,7 @@ def train_all(parts: Run, start: int) -> None:
         if parts.saver:
             _record(parts, loss, metric)
         schedule.after_epoch(done, metric)
-        if distributed.any_of([parts.terminate.received], parts.world)[0]:
-            raise Interrupted(f'SIGTERM: stopped after epoch {done}, which is saved; --resume auto goes on')
+        interrupt_after_epoch(parts)
 
 
 def _open(parts: Run) -> int:
@@ -188,15 +187,17 @@ def _open(parts: Run) -> int:
     Returns:
         The first epoch to train.
     """
-    args = parts.args
-    path, checkpoint, start = resume(args, parts.world, parts.task, parts.stepper, parts.schedule)
+    args, schedule = parts.args, parts.schedule
+    path, checkpoint, start = resume(args, parts.world, parts.task, parts.stepper, schedule)
     parts.epoch = start - 1
-    find_position(parts, checkpoint, start)
+    if find_position(parts, checkpoint, start):
+        updates = math.ceil(parts.batches / args.grad_accum_steps)
+        schedule.after_update(start * schedule.updates_per_epoch + updates)
     if not parts.world.primary:
         return start
     name = '-'.join([datetime.now().strftime('%Y%m%d-%H%M%S'), safe_model_name(args.model), str(parts.image_side)])
     parts.folder, in_place = open_folder(args, name, path)
-    parts.saver = Saver(args, parts.folder, parts.task, parts.stepper, parts.schedule)
+    parts.saver = Saver(args, parts.folder, parts.task, parts.stepper, schedule)
     if in_place:
         parts.saver.continue_history(checkpoint)
     trim(parts.folder / 'summary.csv', start)
@@ -208,14 +209,12 @@ def _record(parts: Run, loss: float, metric: float) -> None:
     """An epoch's row in `summary.csv`, then its checkpoints: a resume drops the rows no checkpoint stands for."""
     rate, saver = parts.stepper.mean_rate(), parts.saver
     saver.count_time()
-    try:
+    with saving(parts, 'after the epoch'):
         update_summary(parts.epoch, {'loss': loss}, parts.metrics, str(parts.folder / 'summary.csv'), lr=rate)
         parts.tracker.log(parts.epoch, loss, parts.metrics, rate)
         saver.save_checkpoint(parts.epoch, metric)
         if parts.epoch + 1 in (parts.args.save_epochs or ()):
             saver.save_milestone(parts.epoch + 1)
-    except OSError as err:
-        raise TrainingError(broken(parts, f'cannot save: {err}', 'after the epoch')) from err
 
 
 def train_one_epoch(parts: Run, progress: Progress) -> float:

@@ -10,7 +10,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..engine import distributed
-from ..engine.checkpoints import BEST, LAST, load_checkpoint, write_text
+from ..engine.checkpoints import BEST, load_checkpoint, write_text
 from ..engine.evaluation import shown
 from ..engine.logging import log
 
@@ -76,12 +76,3 @@ def ranking(args: Namespace) -> str:
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def broken(parts: Run, what: str, where: str) -> str:
-    """Message of a run that stops: what happened, where, and what there is to go back to."""
-    if not parts.world.primary:
-        return f'{what} in epoch {parts.epoch + 1}, {where}; stopped. Process 0 says more'
-    last = parts.folder / LAST if parts.folder else None
-    good = last if last and last.exists() else 'none'
-    return f'{what} in epoch {parts.epoch + 1}, {where}; stopped. Last good checkpoint: {good}'
