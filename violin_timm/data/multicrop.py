@@ -128,7 +128,8 @@ class _Order:
     """Indices of a process's batches: slices of one shuffled order that all processes share."""
 
     def __init__(self, images: int, batch_size: int, world: World, seed: int) -> None:
-        self.images, self.batch_size, self.world, self.seed, self.epoch = images, batch_size, world, seed, 0
+        self.images, self.batch_size, self.world, self.seed = images, batch_size, world, seed
+        self.epoch, self.done = 0, 0
 
     def __len__(self) -> int:
         return self.images // (self.batch_size * self.world.size)
@@ -138,7 +139,7 @@ class _Order:
         seeds = np.random.SeedSequence([self.seed, self.epoch]).generate_state(4)
         order = np.random.RandomState(seeds).permutation(self.images)
         together = self.batch_size * self.world.size
-        for batch in range(len(self)):
+        for batch in range(self.done, len(self)):
             mine = order[batch * together + self.world.rank : (batch + 1) * together : self.world.size]
             yield mine.tolist()
 
@@ -187,9 +188,10 @@ class CropBatches:
     def __len__(self) -> int:
         return len(self.order)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order and the draws of the epoch."""
+    def set_epoch(self, epoch: int, done: int = 0) -> None:
+        """Choose the order and the draws of the epoch, and leave out the batches of it that are done."""
         self.order.epoch = self.dataset.epoch = epoch
+        self.order.done = done
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         for views in self.loader:

@@ -18,7 +18,6 @@ import math
 from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +177,14 @@ def train_one_epoch(parts: Run, progress: Progress) -> float:
     """
     args, task, schedules, stepper = parts.args, parts.task, parts.schedules, parts.stepper
     distributed.seed_epoch(args.seed, parts.epoch, parts.world.rank)
-    parts.train.set_epoch(parts.epoch)
+    parts.train.set_epoch(parts.epoch, parts.batches)
     task.trainable_module.train()
     frozen = list(task.student.head.last_layer.parameters()) if parts.epoch < args.freeze_last_layer else []
     progress.begin(parts.epoch, done := parts.batches, parts.losses)
     watched = torch.tensor(parts.sums, device=parts.world.device)
     parts.batches, parts.losses, parts.sums = 0, (0.0, 0), [0.0] * len(WATCHED)
 
-    for batch, views in enumerate(islice(parts.train, done, None), done):
+    for batch, views in enumerate(parts.train, done):
         progress.data_came()
         distributed.seed_batch(args.seed, parts.epoch, parts.world.rank, batch)  # of drop-path's draws
         update = parts.epoch * len(parts.train) + batch

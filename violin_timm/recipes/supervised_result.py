@@ -13,6 +13,7 @@ from ..engine import distributed
 from ..engine.checkpoints import BEST, load_checkpoint, write_text
 from ..engine.evaluation import shown
 from ..engine.logging import log
+from .interruption import saving
 
 Run = Any  # supervised.Run, which imports this module
 
@@ -42,7 +43,8 @@ def finish(parts: Run) -> dict[str, Any]:
 
             result['baselines'] = baselines(args.split_seed)
             log.info('raw pixels  %s', shown(result['baselines']))
-        write_text(folder / 'result.json', json.dumps(result, indent=2) + '\n')
+        with saving(parts, 'after the last epoch'):
+            write_text(folder / 'result.json', json.dumps(result, indent=2) + '\n')
         if args.figure:
             from ..viz import training_figure
 
