@@ -157,7 +157,7 @@ def tell_and_end(node, nodes, output):
         except subprocess.TimeoutExpired:
             done = all((output / f'result{rank}').exists() for rank in range(2))
             if done and any(other.poll() is not None for other in nodes):
-                node.terminate()
+                node.kill()  # within the barrier it does not look at signals
     node.kill()
     return node.communicate()[0]
 
