@@ -302,6 +302,16 @@ def test_a_saved_model_may_be_tuned_further_with_its_masks(plain_file, given, tm
         built(carried, 'other')
 
 
+def test_a_saved_model_records_how_it_has_seen_images(tmp_path):
+    """Also where its weights said so: who tunes it further gives it the same."""
+    path = save(tmp_path / 'last.pth.tar', {'mask': 'none', 'alpha': 'none'}, mean=[0.5, 0.4, 0.3], std=None)
+    args = make(pretrained_path=path)
+    save_model(args, Job('task', 'violin', 'final', 1e-2, 0), built(args, 'violin'), tmp_path)
+    further = make(pretrained_path=str(tmp_path / MODEL))
+    config = data_config(further, built(further, 'violin'))
+    assert tuple(config['mean']) == (0.5, 0.4, 0.3) and tuple(config['std']) == (0.229, 0.224, 0.225)
+
+
 def test_a_tag_is_no_other_model(violin_file):
     args = make(pretrained_path=violin_file, model='violin_deit_tiny.fb_in1k', masks='carried')
     assert model_of(args)[1]['curves'] == 'hilbert,snake' and built(args, 'violin').curve_names == 'hilbert,snake'

@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.files import write_atomically
 from ..peft import merge, save_adapters
 from .finetune import Job
-from .finetune_build import INITIALISATION, arm_settings, model_and_masks
+from .finetune_build import INITIALISATION, arm_settings, data_config, model_and_masks
 
 __all__ = ['MODEL', 'save_model']
 
@@ -30,7 +30,7 @@ def save_model(args: Namespace, job: Job, model: nn.Module, folder: Path) -> Non
     if args.peft:
         save_adapters(model, folder / 'adapter')
         model = merge(model)
-    model = model.to('cpu')
+    model, config = model.to('cpu'), data_config(args, model)
     contents: dict[str, Any] = {'arch': name, 'state_dict': model.state_dict()}
     added = getattr(model, 'violin_settings', None)
     if added is None:  # how masks were drawn is of no use to one who loads them
@@ -41,8 +41,8 @@ def save_model(args: Namespace, job: Job, model: nn.Module, folder: Path) -> Non
         'model_kwargs': {**kwargs, 'num_classes': model.num_classes},
         'img_size': args.img_size,
         'in_chans': args.in_chans,
-        'mean': args.mean,
-        'std': args.std,
+        'mean': list(config['mean']),  # as it has seen images, whoever said so
+        'std': list(config['std']),
     }
     if added is not None:
         contents['violin_settings'] = dict(added)
